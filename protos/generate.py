@@ -28,7 +28,7 @@ def toolchain() -> Path:
     pins = "\n".join(TOOLCHAIN)
     if not stamp.exists() or stamp.read_text() != pins:
         venv.create(VENV, clear=True, with_pip=True)
-        command = [python, "-m", "pip", "install", "-qqq", "--disable-pip-version-check", *TOOLCHAIN]
+        command = [str(python), "-m", "pip", "install", "-qqq", "--disable-pip-version-check", *TOOLCHAIN]
         subprocess.run(command, check=True)
         stamp.write_text(pins)
     return python
@@ -41,7 +41,9 @@ def generate(out: Path) -> list[Path]:
     python = toolchain()
     base = [str(python), "-m", "grpc_tools.protoc", f"-I{ROOT}"]
     path = {"PATH": f"{python.parent}:/usr/bin:/bin"}
-    subprocess.run([*base, f"--python_out={out}", f"--pyi_out={out}", *sources], check=True, cwd=ROOT, env=path)
+    subprocess.run(
+        [*base, f"--python_out={out}", f"--pyi_out={out}", *sources], check=True, cwd=ROOT, env=path
+    )
     with_services = [source for source in services if "\nservice " in (ROOT / source).read_text()]
     grpc_flags = [f"--grpc_python_out={out}", f"--mypy_grpc_out=quiet:{out}"]
     subprocess.run([*base, *grpc_flags, *with_services], check=True, cwd=ROOT, env=path)
@@ -50,8 +52,12 @@ def generate(out: Path) -> list[Path]:
 
 def main() -> int:
     """Run as a program; 1 means that committed code is stale."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if generated code is stale")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit 1 if generated code is stale"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         out = Path(name)
@@ -60,7 +66,9 @@ def main() -> int:
         committed = [path for path in committed if "__pycache__" not in path.parts]
         if arguments.check:
             stale = sorted({*fresh} ^ {*committed})
-            stale += [p for p in fresh if p in committed and not filecmp.cmp(out / p, ROOT / p, shallow=False)]
+            stale += [
+                p for p in fresh if p in committed and not filecmp.cmp(out / p, ROOT / p, shallow=False)
+            ]
             for path in stale:
                 print(f"stale: protos/{path}; run 'make generate'", file=sys.stderr)
             return 1 if stale else 0

@@ -1,0 +1,1 @@
+"""Async and threaded clients of the control plane. Usable without vLLM."""

@@ -1,0 +1,1 @@
+"""The vLLM connector: announces what a decode engine retains, verifies what a prefill engine pulls."""

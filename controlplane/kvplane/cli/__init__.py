@@ -1,0 +1,1 @@
+"""Commands, configuration and logging: where the parts are put together."""

@@ -1,0 +1,1 @@
+"""The router: OpenAI-compatible HTTP in front of prefill and decode engines."""

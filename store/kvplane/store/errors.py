@@ -36,7 +36,7 @@ class CompactedError(StoreError):
 
 
 class FutureRevisionError(StoreError):
-    """A revision was asked for that this store has not reached: it is another store's, or a restarted one's."""
+    """A revision beyond this store's was asked for: it is another store's, or a restarted one's."""
 
     def __init__(self, asked: int, current: int) -> None:
         super().__init__(f"revision {asked} asked for, but the store is at {current}")

@@ -1,0 +1,292 @@
+"""The async client: one method per RPC, values in and out, every call with a deadline."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc
+
+from kvplane.client import convert
+from kvplane.client import model as m
+from kvplane.client.errors import from_rpc_error
+from kvplane.v1 import engine_pb2, engine_pb2_grpc, location_pb2, location_pb2_grpc
+
+T = TypeVar("T")
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+_SERVICE_CONFIG = json.dumps(
+    {
+        "loadBalancingConfig": [{"round_robin": {}}],
+        "methodConfig": [
+            {
+                # Every unary call is idempotent (claims and turns by their request_id).
+                "name": [
+                    {"service": f"kvplane.v1.{service}"} for service in ("EngineService", "LocationService")
+                ],
+                "retryPolicy": {
+                    "maxAttempts": 3,
+                    "initialBackoff": "0.02s",
+                    "maxBackoff": "0.2s",
+                    "backoffMultiplier": 2,
+                    "retryableStatusCodes": ["UNAVAILABLE"],
+                },
+            }
+        ],
+    }
+)
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """Open a plaintext channel to "host:port", "host:port,host:port" (literal IPs) or a gRPC target."""
+    target = f"ipv4:{address}" if "," in address and "://" not in address else address
+    options: list[tuple[str, Any]] = [
+        ("grpc.service_config", _SERVICE_CONFIG),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.min_reconnect_backoff_ms", 200),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    return grpc.aio.insecure_channel(target, options=options)
+
+
+async def _call(call: Awaitable[T]) -> T:
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+
+
+class ControlPlaneClient:
+    """Calls a control plane. Belongs to one event loop.
+
+    Every method raises a ControlPlaneError: ControlPlaneUnavailableError when there was no answer within
+    `timeout_s` seconds (each call may set its own), others as the errors module says. Misses are answers.
+    """
+
+    def __init__(
+        self, address: str, *, timeout_s: float = 2.0, channel: grpc.aio.Channel | None = None
+    ) -> None:
+        self._channel = channel or open_channel(address)
+        self._timeout_s = timeout_s
+        # The generated stubs type async calls as sync ones.
+        self._engines: Any = engine_pb2_grpc.EngineServiceStub(self._channel)
+        self._locations: Any = location_pb2_grpc.LocationServiceStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the channel; calls under way fail as unavailable. Idempotent."""
+        await self._channel.close()
+
+    # Engines
+
+    async def register_engine(self, spec: m.EngineSpec, *, request_id: str = "") -> m.Registration:
+        """Start an incarnation; with a `request_id` repeating the call does not start another."""
+        request = engine_pb2.RegisterEngineRequest(spec=convert.spec_to_wire(spec), request_id=request_id)
+        answer = await _call(self._engines.RegisterEngine(request, timeout=self._timeout_s))
+        return m.Registration(
+            answer.engine_epoch,
+            convert.seconds(answer.lease_ttl),
+            convert.seconds(answer.max_location_ttl),
+            convert.seconds(answer.claim_timeout),
+        )
+
+    async def renew_engine(
+        self, engine_id: m.EngineId, engine_epoch: int, load: m.EngineLoad | None = None
+    ) -> tuple[float, bool]:
+        """Renew the lease; returns its ttl in seconds and whether the engine is to drain."""
+        request = engine_pb2.RenewEngineRequest(
+            engine_id=engine_id,
+            engine_epoch=engine_epoch,
+            load=convert.load_to_wire(load) if load is not None else None,
+        )
+        answer = await _call(self._engines.RenewEngine(request, timeout=self._timeout_s))
+        return convert.seconds(answer.lease_ttl), answer.draining
+
+    async def drain_engine(self, engine_id: m.EngineId) -> int:
+        """Stop new locations and claims on an engine; returns the number of claims still open."""
+        request = engine_pb2.DrainEngineRequest(engine_id=engine_id)
+        answer = await _call(self._engines.DrainEngine(request, timeout=self._timeout_s))
+        return int(answer.open_claims)
+
+    async def deregister_engine(self, engine_id: m.EngineId, engine_epoch: int) -> None:
+        """End an incarnation and all its locations. Idempotent."""
+        request = engine_pb2.DeregisterEngineRequest(engine_id=engine_id, engine_epoch=engine_epoch)
+        await _call(self._engines.DeregisterEngine(request, timeout=self._timeout_s))
+
+    async def list_engines(self) -> list[m.Engine]:
+        """Return all live engines, ordered by id."""
+        engines, token = list[m.Engine](), ""
+        while True:
+            request = engine_pb2.ListEnginesRequest(page_size=1000, page_token=token)
+            page = await _call(self._engines.ListEngines(request, timeout=self._timeout_s))
+            engines += [convert.engine_from_wire(engine) for engine in page.engines]
+            token = page.next_page_token
+            if not token:
+                return engines
+
+    def attach_engine(
+        self, requests: AsyncIterator[engine_pb2.AttachEngineRequest]
+    ) -> AsyncIterator[engine_pb2.AttachEngineResponse]:
+        """Open an engine's stream; EngineSession is what speaks on it. Errors come from the iteration."""
+        return _stream(self._engines.AttachEngine(requests))
+
+    # Locations
+
+    async def announce_location(
+        self, engine_id: m.EngineId, engine_epoch: int, announcement: m.Announcement
+    ) -> m.AnnouncementResult:
+        """Put a location on record. Idempotent."""
+        request = location_pb2.AnnounceLocationRequest(
+            engine_id=engine_id,
+            engine_epoch=engine_epoch,
+            announcement=convert.announcement_to_wire(announcement),
+        )
+        answer = await _call(self._locations.AnnounceLocation(request, timeout=self._timeout_s))
+        return convert.announcement_result_from_wire(answer.result)
+
+    async def lookup_location(
+        self, key: m.ConversationKey, *, timeout_s: float | None = None
+    ) -> m.Location | m.MissReason:
+        """Return what could be claimed now, taking nothing."""
+        request = location_pb2.LookupLocationRequest(key=convert.key_to_wire(key))
+        answer = await _call(self._locations.LookupLocation(request, timeout=timeout_s or self._timeout_s))
+        if answer.HasField("location"):
+            return convert.location_from_wire(answer.location)
+        return convert.miss_from_wire(answer.miss_reason)
+
+    async def begin_turn(
+        self,
+        key: m.ConversationKey,
+        request_id: str,
+        *,
+        wait_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> m.BegunTurn:
+        """Number a turn about to run and tell what is known; `wait_s` None means the server's default."""
+        request = location_pb2.BeginTurnRequest(
+            key=convert.key_to_wire(key),
+            request_id=request_id,
+            wait=convert.duration(wait_s) if wait_s is not None else None,
+        )
+        answer = await _call(self._locations.BeginTurn(request, timeout=timeout_s or self._timeout_s))
+        if answer.HasField("location"):
+            return m.BegunTurn(answer.turn, convert.location_from_wire(answer.location), None)
+        return m.BegunTurn(answer.turn, None, convert.miss_from_wire(answer.miss_reason))
+
+    async def claim_location(
+        self,
+        key: m.ConversationKey,
+        request_id: str,
+        owner: str,
+        *,
+        reader_engine_id: str = "",
+        turn: int = 0,
+        wait_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> m.Claim | m.MissReason:
+        """Take the location for one reader. Repeating it with the same `request_id` gives the same claim."""
+        request = location_pb2.ClaimLocationRequest(
+            key=convert.key_to_wire(key),
+            request_id=request_id,
+            owner=owner,
+            reader_engine_id=reader_engine_id,
+            turn=turn,
+            wait=convert.duration(wait_s) if wait_s is not None else None,
+        )
+        answer = await _call(self._locations.ClaimLocation(request, timeout=timeout_s or self._timeout_s))
+        if answer.HasField("claim"):
+            return convert.claim_from_wire(answer.claim)
+        return convert.miss_from_wire(answer.miss_reason)
+
+    async def finish_claim(self, claim_id: str, owner: str) -> m.ReleaseOutcome:
+        """Say that the reader is done, with or without having read. Idempotent."""
+        target = location_pb2.FinishClaim(claim_id=claim_id, owner=owner)
+        return await self._release(location_pb2.ReleaseLocationRequest(finish_claim=target))
+
+    async def end_conversation(self, key: m.ConversationKey) -> m.ReleaseOutcome:
+        """Release what a conversation retains. Idempotent."""
+        target = location_pb2.EndConversation(key=convert.key_to_wire(key))
+        return await self._release(location_pb2.ReleaseLocationRequest(end_conversation=target))
+
+    async def withdraw_location(
+        self, engine_id: m.EngineId, engine_epoch: int, request_id: m.RequestId
+    ) -> m.ReleaseOutcome:
+        """Take a location off the record so that its engine may free it, unless a reader holds it."""
+        target = location_pb2.WithdrawLocation(
+            engine_id=engine_id, engine_epoch=engine_epoch, request_id=request_id
+        )
+        return await self._release(location_pb2.ReleaseLocationRequest(withdraw=target))
+
+    async def _release(self, request: location_pb2.ReleaseLocationRequest) -> m.ReleaseOutcome:
+        answer = await _call(self._locations.ReleaseLocation(request, timeout=self._timeout_s))
+        return convert.release_outcome_from_wire(answer.outcome)
+
+    async def renew_locations(
+        self, engine_id: m.EngineId, engine_epoch: int, ttls_s: dict[m.RequestId, float]
+    ) -> list[m.RenewalResult]:
+        """Set the life left of retained locations, in seconds; never revives one."""
+        renewals = [convert.renewal_to_wire(request_id, ttl_s) for request_id, ttl_s in ttls_s.items()]
+        request = location_pb2.RenewLocationsRequest(
+            engine_id=engine_id, engine_epoch=engine_epoch, renewals=renewals
+        )
+        answer = await _call(self._locations.RenewLocations(request, timeout=self._timeout_s))
+        return [convert.renewal_result_from_wire(result) for result in answer.results]
+
+    async def list_locations(
+        self, *, tenant_id: str = "", engine_id: str = ""
+    ) -> tuple[list[m.Location], int]:
+        """Return all locations, without params and fingerprints, and the revision to watch from, less one."""
+        locations, token, revision = list[m.Location](), "", 0
+        while True:
+            request = location_pb2.ListLocationsRequest(
+                page_size=1000, page_token=token, tenant_id=tenant_id, engine_id=engine_id
+            )
+            page = await _call(self._locations.ListLocations(request, timeout=self._timeout_s))
+            locations += [convert.location_from_wire(location) for location in page.locations]
+            revision, token = revision or page.revision, page.next_page_token
+            if not token:
+                return locations, revision
+
+    async def watch_locations(
+        self, *, from_revision: int = 0, tenant_id: str = ""
+    ) -> AsyncIterator[m.LocationEvent]:
+        """Iterate over changes; after an error resume from the last event's revision + 1."""
+        request = location_pb2.WatchLocationsRequest(from_revision=from_revision, tenant_id=tenant_id)
+        async for message in _stream(self._locations.WatchLocations(request)):
+            for event in message.events:
+                gone = event.type == location_pb2.LOCATION_EVENT_TYPE_GONE
+                yield m.LocationEvent(message.revision, gone, convert.location_from_wire(event.location))
+
+    async def turns(
+        self, batches: AsyncIterator[Sequence[location_pb2.TurnsOperation]]
+    ) -> AsyncIterator[Iterable[location_pb2.TurnsResult]]:
+        """Send batches of operations over one stream; yields batches of results, in any order."""
+
+        async def requests() -> AsyncIterator[location_pb2.TurnsRequest]:
+            async for batch in batches:
+                yield location_pb2.TurnsRequest(operations=batch)
+
+        async for message in _stream(self._locations.Turns(requests())):
+            yield message.results
+
+
+async def _stream(call: AsyncIterator[T]) -> AsyncIterator[T]:
+    try:
+        async for message in call:
+            yield message
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error

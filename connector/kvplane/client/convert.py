@@ -1,0 +1,184 @@
+"""Between the wire's messages and the client's values."""
+
+from __future__ import annotations
+
+from google.protobuf.duration_pb2 import Duration
+
+from kvplane.client import model as m
+from kvplane.v1 import common_pb2, engine_pb2, location_pb2
+
+_ROLES = {
+    m.EngineRole.PREFILL: engine_pb2.ENGINE_ROLE_PREFILL,
+    m.EngineRole.DECODE: engine_pb2.ENGINE_ROLE_DECODE,
+    m.EngineRole.BOTH: engine_pb2.ENGINE_ROLE_BOTH,
+}
+
+
+def duration(seconds: float) -> Duration:
+    """Return seconds (to the nanosecond) as a Duration."""
+    value = Duration()
+    value.FromNanoseconds(round(seconds * 1e9))
+    return value
+
+
+def seconds(value: Duration) -> float:
+    """Return a Duration as seconds."""
+    return value.seconds + value.nanos / 1e9
+
+
+def key_to_wire(key: m.ConversationKey) -> common_pb2.ConversationKey:
+    """Return the key as a message."""
+    return common_pb2.ConversationKey(
+        tenant_id=key.tenant_id, model=key.model, adapter=key.adapter, conversation_id=key.conversation_id
+    )
+
+
+def location_from_wire(wire: common_pb2.Location) -> m.Location:
+    """Return a location as a value."""
+    return m.Location(
+        key=m.ConversationKey(wire.key.tenant_id, wire.key.model, wire.key.conversation_id, wire.key.adapter),
+        engine_id=m.EngineId(wire.engine_id),
+        engine_epoch=wire.engine_epoch,
+        request_id=m.RequestId(wire.request_id),
+        turn=wire.turn,
+        token_count=wire.token_count,
+        block_count=wire.block_count,
+        kv_transfer_params=wire.kv_transfer_params,
+        fingerprint=m.Fingerprint(wire.fingerprint.chunk_tokens, wire.fingerprint.chain),
+        remaining_s=seconds(wire.remaining),
+        revision=wire.revision,
+        endpoint=wire.endpoint,
+        data_parallel_rank=wire.data_parallel_rank,
+        claimed=wire.state == common_pb2.LOCATION_STATE_CLAIMED,
+    )
+
+
+def miss_from_wire(reason: common_pb2.MissReason) -> m.MissReason:
+    """Return a miss reason; one this client does not know yet counts as an unknown conversation."""
+    name = common_pb2.MissReason.Name(reason).removeprefix("MISS_REASON_")
+    return m.MissReason.__members__.get(name, m.MissReason.UNKNOWN_CONVERSATION)
+
+
+def announcement_to_wire(value: m.Announcement) -> common_pb2.Announcement:
+    """Return an announcement as a message."""
+    return common_pb2.Announcement(
+        key=key_to_wire(value.key),
+        request_id=value.request_id,
+        turn=value.turn,
+        token_count=value.token_count,
+        block_count=value.block_count,
+        kv_transfer_params=value.kv_transfer_params,
+        fingerprint=common_pb2.Fingerprint(
+            chunk_tokens=value.fingerprint.chunk_tokens, chain=value.fingerprint.chain
+        ),
+        ttl=duration(value.ttl_s),
+        endpoint=value.endpoint,
+        reannounced=value.reannounced,
+    )
+
+
+def announcement_result_from_wire(wire: common_pb2.AnnouncementResult) -> m.AnnouncementResult:
+    """Return an announcement's result as a value."""
+    name = common_pb2.AnnounceOutcome.Name(wire.outcome).removeprefix("ANNOUNCE_OUTCOME_")
+    return m.AnnouncementResult(
+        m.RequestId(wire.request_id), m.AnnounceOutcome[name], seconds(wire.granted_ttl), wire.detail
+    )
+
+
+def release_outcome_from_wire(outcome: common_pb2.ReleaseOutcome) -> m.ReleaseOutcome:
+    """Return a release's outcome."""
+    return m.ReleaseOutcome[common_pb2.ReleaseOutcome.Name(outcome).removeprefix("RELEASE_OUTCOME_")]
+
+
+def release_reason_from_wire(reason: engine_pb2.ReleaseReason) -> m.ReleaseReason:
+    """Return an order's reason; one this client does not know yet counts as refused."""
+    name = engine_pb2.ReleaseReason.Name(reason).removeprefix("RELEASE_REASON_")
+    return m.ReleaseReason.__members__.get(name, m.ReleaseReason.REFUSED)
+
+
+def renewal_result_from_wire(wire: common_pb2.RenewalResult) -> m.RenewalResult:
+    """Return a renewal's result as a value."""
+    return m.RenewalResult(m.RequestId(wire.request_id), wire.renewed, seconds(wire.granted_ttl))
+
+
+def claim_from_wire(wire: location_pb2.Claim) -> m.Claim:
+    """Return a claim as a value."""
+    return m.Claim(wire.claim_id, wire.owner, location_from_wire(wire.location), seconds(wire.timeout))
+
+
+def spec_to_wire(spec: m.EngineSpec) -> engine_pb2.EngineSpec:
+    """Return an engine's spec as a message."""
+    profile = spec.profile
+    return engine_pb2.EngineSpec(
+        engine_id=spec.engine_id,
+        role=_ROLES[spec.role],
+        profile=engine_pb2.EngineProfile(
+            model=profile.model,
+            model_revision=profile.model_revision,
+            kv_dtype=profile.kv_dtype,
+            block_size=profile.block_size,
+            tensor_parallel_size=profile.tensor_parallel_size,
+            pipeline_parallel_size=profile.pipeline_parallel_size,
+            decode_context_parallel_size=profile.decode_context_parallel_size,
+            engine_version=profile.engine_version,
+            transfer_mode=profile.transfer_mode,
+        ),
+        endpoint=spec.endpoint,
+        data_parallel_rank=spec.data_parallel_rank,
+        total_blocks=spec.total_blocks,
+        served_models=spec.served_models,
+    )
+
+
+def load_to_wire(load: m.EngineLoad) -> engine_pb2.EngineLoad:
+    """Return a load as a message."""
+    return engine_pb2.EngineLoad(
+        running_requests=load.running_requests,
+        waiting_requests=load.waiting_requests,
+        free_blocks=load.free_blocks,
+        retained_blocks=load.retained_blocks,
+        retained_conversations=load.retained_conversations,
+    )
+
+
+def engine_from_wire(wire: engine_pb2.Engine) -> m.Engine:
+    """Return a live engine as a value."""
+    spec, profile, load = wire.spec, wire.spec.profile, wire.load
+    return m.Engine(
+        spec=m.EngineSpec(
+            engine_id=m.EngineId(spec.engine_id),
+            role=m.EngineRole[engine_pb2.EngineRole.Name(spec.role).removeprefix("ENGINE_ROLE_")],
+            profile=m.EngineProfile(
+                model=profile.model,
+                model_revision=profile.model_revision,
+                kv_dtype=profile.kv_dtype,
+                block_size=profile.block_size,
+                tensor_parallel_size=profile.tensor_parallel_size,
+                pipeline_parallel_size=profile.pipeline_parallel_size,
+                decode_context_parallel_size=profile.decode_context_parallel_size,
+                engine_version=profile.engine_version,
+                transfer_mode=profile.transfer_mode,
+            ),
+            endpoint=spec.endpoint,
+            data_parallel_rank=spec.data_parallel_rank,
+            total_blocks=spec.total_blocks,
+            served_models=tuple(spec.served_models),
+        ),
+        engine_epoch=wire.engine_epoch,
+        draining=wire.draining,
+        attached=wire.attached,
+        load=m.EngineLoad(
+            load.running_requests,
+            load.waiting_requests,
+            load.free_blocks,
+            load.retained_blocks,
+            load.retained_conversations,
+        )
+        if wire.HasField("load")
+        else None,
+    )
+
+
+def renewal_to_wire(request_id: m.RequestId, ttl_s: float) -> common_pb2.Renewal:
+    """Return a renewal as a message."""
+    return common_pb2.Renewal(request_id=request_id, ttl=duration(ttl_s))

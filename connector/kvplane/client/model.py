@@ -1,0 +1,222 @@
+"""What the client gives and takes: plain values, no protobuf types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NewType
+
+EngineId = NewType("EngineId", str)
+"""Names an engine in the fleet; may survive its restart."""
+RequestId = NewType("RequestId", str)
+"""An engine's own id of a request; unique within one incarnation."""
+
+
+class EngineRole(StrEnum):
+    """What an engine does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class MissReason(StrEnum):
+    """Why nothing can be offered for a conversation."""
+
+    UNKNOWN_CONVERSATION = "unknown_conversation"
+    EXPIRING = "expiring"
+    CLAIMED = "claimed"
+    ENGINE_GONE = "engine_gone"
+    ENGINE_DRAINING = "engine_draining"
+    QUARANTINED = "quarantined"
+    INCOMPATIBLE_ENGINE = "incompatible_engine"
+    TURN_IN_FLIGHT = "turn_in_flight"
+
+
+class AnnounceOutcome(StrEnum):
+    """What became of an announcement."""
+
+    ACCEPTED = "accepted"
+    SUPERSEDED = "superseded"
+    REFUSED = "refused"
+
+
+class ReleaseOutcome(StrEnum):
+    """What became of a release or withdrawal; after RELEASED and NOTHING the blocks may be freed."""
+
+    RELEASED = "released"
+    CLAIMED = "claimed"
+    NOTHING = "nothing"
+
+
+class ReleaseReason(StrEnum):
+    """Why an engine is told to free blocks."""
+
+    SUPERSEDED = "superseded"
+    EXPIRED = "expired"
+    CLAIM_FINISHED = "claim_finished"
+    CLAIM_TIMEOUT = "claim_timeout"
+    CONVERSATION_ENDED = "conversation_ended"
+    CAPACITY = "capacity"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationKey:
+    """Names a conversation; equal only if all four are."""
+
+    tenant_id: str
+    model: str
+    conversation_id: str
+    adapter: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Chain of 8-byte hashes, one per `chunk_tokens` tokens; the last one may cover fewer."""
+
+    chunk_tokens: int
+    chain: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a conversation's KV is held. `remaining_s` is the life left when the answer was made."""
+
+    key: ConversationKey
+    engine_id: EngineId
+    engine_epoch: int
+    request_id: RequestId
+    turn: int
+    token_count: int
+    block_count: int
+    kv_transfer_params: bytes
+    fingerprint: Fingerprint
+    remaining_s: float
+    revision: int
+    endpoint: str = ""
+    data_parallel_rank: int = 0
+    claimed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BegunTurn:
+    """A numbered turn, and what is known: exactly one of `location` and `miss` is set."""
+
+    turn: int
+    location: Location | None
+    miss: MissReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """An exclusive right to read a location once, within `timeout_s` seconds."""
+
+    claim_id: str
+    owner: str
+    location: Location
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProfile:
+    """What must be equal on both sides of a KV transfer; see EngineProfile in the protos."""
+
+    model: str = ""
+    model_revision: str = ""
+    kv_dtype: str = ""
+    block_size: int = 0
+    tensor_parallel_size: int = 0
+    pipeline_parallel_size: int = 0
+    decode_context_parallel_size: int = 0
+    engine_version: str = ""
+    transfer_mode: str = "pull"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """An engine as it registers itself; see EngineSpec in the protos."""
+
+    engine_id: EngineId
+    role: EngineRole
+    profile: EngineProfile = field(default_factory=EngineProfile)
+    endpoint: str = ""
+    data_parallel_rank: int = 0
+    total_blocks: int = 0
+    served_models: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Load as the engine last reported it; counts."""
+
+    running_requests: int = 0
+    waiting_requests: int = 0
+    free_blocks: int = 0
+    retained_blocks: int = 0
+    retained_conversations: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A live engine."""
+
+    spec: EngineSpec
+    engine_epoch: int
+    draining: bool
+    attached: bool
+    load: EngineLoad | None
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """An incarnation as granted; durations in seconds."""
+
+    engine_epoch: int
+    lease_ttl_s: float
+    max_location_ttl_s: float
+    claim_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """A retained turn to announce. `ttl_s`: life left when the message is made, margin taken off."""
+
+    key: ConversationKey
+    request_id: RequestId
+    turn: int
+    token_count: int
+    block_count: int
+    kv_transfer_params: bytes
+    fingerprint: Fingerprint
+    ttl_s: float
+    endpoint: str = ""
+    reannounced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AnnouncementResult:
+    """What became of an announcement; `detail` says why it was refused."""
+
+    request_id: RequestId
+    outcome: AnnounceOutcome
+    granted_ttl_s: float
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RenewalResult:
+    """What became of a renewal; nothing is ever revived."""
+
+    request_id: RequestId
+    renewed: bool
+    granted_ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LocationEvent:
+    """A change seen by a watch; `gone` means no longer retained. Resume from `revision` + 1."""
+
+    revision: int
+    gone: bool
+    location: Location
