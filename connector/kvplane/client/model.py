@@ -34,11 +34,16 @@ class MissReason(StrEnum):
 
 
 class AnnounceOutcome(StrEnum):
-    """What became of an announcement."""
+    """What became of an announcement.
+
+    ACCEPTED: on record. SUPERSEDED: keep the blocks, a release order follows. CLAIMED: a reader holds it
+    already, keep the blocks until read or a release order. REFUSED: free the blocks.
+    """
 
     ACCEPTED = "accepted"
     SUPERSEDED = "superseded"
     REFUSED = "refused"
+    CLAIMED = "claimed"
 
 
 class ReleaseOutcome(StrEnum):

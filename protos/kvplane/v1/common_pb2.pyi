@@ -30,6 +30,7 @@ class AnnounceOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ANNOUNCE_OUTCOME_ACCEPTED: _ClassVar[AnnounceOutcome]
     ANNOUNCE_OUTCOME_SUPERSEDED: _ClassVar[AnnounceOutcome]
     ANNOUNCE_OUTCOME_REFUSED: _ClassVar[AnnounceOutcome]
+    ANNOUNCE_OUTCOME_CLAIMED: _ClassVar[AnnounceOutcome]
 
 class ReleaseOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -53,6 +54,7 @@ ANNOUNCE_OUTCOME_UNSPECIFIED: AnnounceOutcome
 ANNOUNCE_OUTCOME_ACCEPTED: AnnounceOutcome
 ANNOUNCE_OUTCOME_SUPERSEDED: AnnounceOutcome
 ANNOUNCE_OUTCOME_REFUSED: AnnounceOutcome
+ANNOUNCE_OUTCOME_CLAIMED: AnnounceOutcome
 RELEASE_OUTCOME_UNSPECIFIED: ReleaseOutcome
 RELEASE_OUTCOME_RELEASED: ReleaseOutcome
 RELEASE_OUTCOME_CLAIMED: ReleaseOutcome

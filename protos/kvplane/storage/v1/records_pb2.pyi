@@ -6,7 +6,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class EngineRecord(_message.Message):
-    __slots__ = ("engine_id", "engine_epoch", "role", "endpoint", "data_parallel_rank", "total_blocks", "served_models", "draining", "profile", "registration_id", "lease_id")
+    __slots__ = ("engine_id", "engine_epoch", "role", "endpoint", "data_parallel_rank", "total_blocks", "served_models", "draining", "profile", "registration_id", "lease_id", "registered_at_ms")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class EngineRecord(_message.Message):
     PROFILE_FIELD_NUMBER: _ClassVar[int]
     REGISTRATION_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    REGISTERED_AT_MS_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     engine_epoch: int
     role: int
@@ -29,7 +30,8 @@ class EngineRecord(_message.Message):
     profile: ProfileRecord
     registration_id: str
     lease_id: int
-    def __init__(self, engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., role: _Optional[int] = ..., endpoint: _Optional[str] = ..., data_parallel_rank: _Optional[int] = ..., total_blocks: _Optional[int] = ..., served_models: _Optional[_Iterable[str]] = ..., draining: bool = ..., profile: _Optional[_Union[ProfileRecord, _Mapping]] = ..., registration_id: _Optional[str] = ..., lease_id: _Optional[int] = ...) -> None: ...
+    registered_at_ms: int
+    def __init__(self, engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., role: _Optional[int] = ..., endpoint: _Optional[str] = ..., data_parallel_rank: _Optional[int] = ..., total_blocks: _Optional[int] = ..., served_models: _Optional[_Iterable[str]] = ..., draining: bool = ..., profile: _Optional[_Union[ProfileRecord, _Mapping]] = ..., registration_id: _Optional[str] = ..., lease_id: _Optional[int] = ..., registered_at_ms: _Optional[int] = ...) -> None: ...
 
 class ProfileRecord(_message.Message):
     __slots__ = ("model", "model_revision", "kv_dtype", "block_size", "tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size", "engine_version", "transfer_mode")
@@ -104,16 +106,18 @@ class ClaimRecord(_message.Message):
     def __init__(self, claim_id: _Optional[str] = ..., owner: _Optional[str] = ..., location: _Optional[_Union[LocationRecord, _Mapping]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
 
 class TurnRecord(_message.Message):
-    __slots__ = ("latest_turn", "request_id", "settled_turn", "in_flight_until_ms")
+    __slots__ = ("latest_turn", "request_id", "settled_turn", "in_flight_until_ms", "claimed_turn")
     LATEST_TURN_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SETTLED_TURN_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_UNTIL_MS_FIELD_NUMBER: _ClassVar[int]
+    CLAIMED_TURN_FIELD_NUMBER: _ClassVar[int]
     latest_turn: int
     request_id: str
     settled_turn: int
     in_flight_until_ms: int
-    def __init__(self, latest_turn: _Optional[int] = ..., request_id: _Optional[str] = ..., settled_turn: _Optional[int] = ..., in_flight_until_ms: _Optional[int] = ...) -> None: ...
+    claimed_turn: int
+    def __init__(self, latest_turn: _Optional[int] = ..., request_id: _Optional[str] = ..., settled_turn: _Optional[int] = ..., in_flight_until_ms: _Optional[int] = ..., claimed_turn: _Optional[int] = ...) -> None: ...
 
 class HoldingRecord(_message.Message):
     __slots__ = ("location_key", "claim_id")

@@ -1,0 +1,129 @@
+"""What the control plane refuses, and the one table from each refusal to its gRPC status."""
+
+from __future__ import annotations
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from kvplane.store import errors as store_errors
+
+DOMAIN = "kvplane"
+
+
+class DomainError(Exception):
+    """Base of all refusals. `ids` go to the caller: never another tenant's, never secrets."""
+
+    def __init__(self, message: str, **ids: str) -> None:
+        super().__init__(message)
+        self.ids = ids
+
+
+class InvalidFieldError(DomainError):
+    """A field is missing, malformed or above its limit. Names the field as in the protos."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field} {problem}", field=field)
+        self.field = field
+        self.problem = problem
+
+
+class UnknownEngineError(DomainError):
+    """The engine has no lease. It must register (again)."""
+
+    def __init__(self, engine_id: str) -> None:
+        super().__init__("engine is not registered or its lease has ended; register it", engine_id=engine_id)
+
+
+class StaleEpochError(DomainError):
+    """A newer incarnation of the engine is registered."""
+
+    def __init__(self, engine_id: str, engine_epoch: int, current: int) -> None:
+        message = f"engine epoch {engine_epoch} is over; {current} is registered"
+        super().__init__(message, engine_id=engine_id, current_epoch=str(current))
+
+
+class EngineDrainingError(DomainError):
+    """The engine drains: nothing new is put on record for it."""
+
+    def __init__(self, engine_id: str) -> None:
+        super().__init__("engine is draining", engine_id=engine_id)
+
+
+class NotClaimOwnerError(DomainError):
+    """Somebody else's claim."""
+
+    def __init__(self, claim_id: str) -> None:
+        super().__init__("claim belongs to another owner", claim_id=claim_id)
+
+
+class ContentionError(DomainError):
+    """Others changed the same records each time it was tried. Read again and redo."""
+
+    def __init__(self) -> None:
+        super().__init__("too many concurrent changes of the same conversation; try again")
+
+
+class RevisionGoneError(DomainError):
+    """The revision cannot be watched from: list again."""
+
+    def __init__(self, revision: int) -> None:
+        super().__init__(f"revision {revision} cannot be watched from; list again", revision=str(revision))
+
+
+class ShuttingDownError(DomainError):
+    """This replica is about to stop: call another one."""
+
+    def __init__(self) -> None:
+        super().__init__("this control plane is shutting down")
+
+
+_Code = grpc.StatusCode
+_TABLE: dict[type[Exception], tuple[grpc.StatusCode, str]] = {
+    InvalidFieldError: (_Code.INVALID_ARGUMENT, "INVALID_FIELD"),
+    UnknownEngineError: (_Code.NOT_FOUND, "UNKNOWN_ENGINE"),
+    StaleEpochError: (_Code.FAILED_PRECONDITION, "STALE_EPOCH"),
+    EngineDrainingError: (_Code.FAILED_PRECONDITION, "ENGINE_DRAINING"),
+    NotClaimOwnerError: (_Code.PERMISSION_DENIED, "NOT_CLAIM_OWNER"),
+    ContentionError: (_Code.ABORTED, "CONTENTION"),
+    RevisionGoneError: (_Code.OUT_OF_RANGE, "REVISION_GONE"),
+    ShuttingDownError: (_Code.UNAVAILABLE, "SHUTTING_DOWN"),
+    store_errors.StoreUnavailableError: (_Code.UNAVAILABLE, "STORE_UNAVAILABLE"),
+    store_errors.StoreClosedError: (_Code.UNAVAILABLE, "SHUTTING_DOWN"),
+    store_errors.StoreFullError: (_Code.RESOURCE_EXHAUSTED, "STORE_FULL"),
+    store_errors.InvalidStoreRequestError: (_Code.INVALID_ARGUMENT, "TOO_LARGE_FOR_STORE"),
+}
+_RETRY_DELAY_MS = 200
+
+
+def status_of(error: Exception, request_id: str) -> tuple[grpc.StatusCode, str, str, bytes]:
+    """Return (code, message, reason, serialized google.rpc.Status) for any exception of a handler.
+
+    What is not in the table is INTERNAL and tells the caller nothing but `request_id`.
+    """
+    code, reason = _TABLE.get(type(error), (_Code.INTERNAL, "INTERNAL"))
+    if code is _Code.INTERNAL:
+        message, ids = f"internal error; see the control plane's log for request {request_id}", {}
+    elif isinstance(error, DomainError):
+        message, ids = str(error), error.ids
+    else:
+        message, ids = str(error) or reason.lower().replace("_", " "), {}
+    info = error_details_pb2.ErrorInfo(
+        reason=reason, domain=DOMAIN, metadata={**ids, "request_id": request_id}
+    )
+    status = status_pb2.Status(code=code.value[0], message=message, details=[_pack(info)])
+    if isinstance(error, InvalidFieldError):
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.problem)
+        status.details.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
+    if code is _Code.UNAVAILABLE:
+        delay = duration_pb2.Duration(nanos=_RETRY_DELAY_MS * 1_000_000)
+        status.details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
+    return code, message, reason, status.SerializeToString()
+
+
+def _pack(
+    message: error_details_pb2.ErrorInfo | error_details_pb2.BadRequest | error_details_pb2.RetryInfo,
+) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed

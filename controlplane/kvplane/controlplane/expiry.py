@@ -1,0 +1,118 @@
+"""What ends by itself: locations at their deadline, claims after their timeout, records of dead engines."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import OrderedDict
+from collections.abc import Awaitable
+
+import structlog
+
+from kvplane.controlplane import keys, records
+from kvplane.controlplane import model as m
+from kvplane.controlplane.engines import EngineRegistry
+from kvplane.controlplane.errors import DomainError
+from kvplane.controlplane.feed import Feed
+from kvplane.controlplane.releases import Releases
+from kvplane.store.base import Event
+from kvplane.store.clock import Clock
+from kvplane.store.errors import StoreClosedError, StoreError
+
+log = structlog.get_logger(__name__)
+
+_TICK_S = 0.25
+
+
+class Sweeper:
+    """Ends what is due. Not needed for correctness: every reader checks deadlines and epochs itself.
+
+    Any number of replicas may sweep the same store: each end is a compare-transaction.
+    """
+
+    def __init__(
+        self, feed: Feed, releases: Releases, engines: EngineRegistry, clock: Clock, settings: m.Settings
+    ) -> None:
+        self._releases = releases
+        self._engines = engines
+        self._clock = clock
+        self._settings = settings
+        self._due: list[tuple[int, bytes]] = []
+        self._conversations: OrderedDict[bytes, None] = OrderedDict()
+        self._over: dict[tuple[str, int], None] = {}
+        feed.listen(keys.LOCATIONS, self._on_location)
+        feed.listen(keys.CLAIMS, self._on_claim)
+        feed.listen(keys.TURNS, self._on_turns)
+        feed.listen(keys.ENGINES, self._on_engine)
+
+    def _on_location(self, event: Event) -> None:
+        if event.current is not None:
+            deadline_ms = records.load_location(event.current.value).deadline_ms
+            heapq.heappush(self._due, (deadline_ms, event.key))
+
+    def _on_claim(self, event: Event) -> None:
+        if event.current is not None:
+            ends = records.load_claim(event.current.value).deadline_ms + self._settings.claim_grace_s * 1000
+            heapq.heappush(self._due, (round(ends), event.key))
+
+    def _on_turns(self, event: Event) -> None:
+        if event.current is None:
+            self._conversations.pop(event.key, None)
+        else:
+            self._conversations[event.key] = None
+            self._conversations.move_to_end(event.key)
+
+    def _on_engine(self, event: Event) -> None:
+        """Note which incarnations are over: all below the current one, or all up to the one that went."""
+        if event.previous is not None:
+            gone = records.load_engine(event.previous.value)
+            current = records.load_engine(event.current.value) if event.current is not None else None
+            if current is None or current.engine_epoch != gone.engine_epoch:
+                self._over[gone.spec.engine_id, gone.engine_epoch + 1] = None
+        elif event.current is not None:
+            engine = records.load_engine(event.current.value)
+            self._over[engine.spec.engine_id, engine.engine_epoch] = None
+
+    async def run(self) -> None:
+        """Sweep until the store is closed."""
+        while True:
+            try:
+                await self.sweep()
+            except StoreClosedError:
+                return
+            await self._clock.sleep(_TICK_S)
+
+    async def sweep(self) -> None:
+        """End all that is due now."""
+        now = self._clock.now_ms()
+        while self._due and self._due[0][0] <= now:
+            _, key = heapq.heappop(self._due)
+            if key.startswith(keys.CLAIMS):
+                ending: Awaitable[object] = self._releases.time_out_claim(
+                    key.removeprefix(keys.CLAIMS).decode()
+                )
+            else:
+                ending = self._releases.expire_location(key)
+            if not await self._try(ending):
+                heapq.heappush(self._due, (now + 1000, key))
+        while len(self._conversations) > self._settings.max_conversations:
+            key, _ = self._conversations.popitem(last=False)
+            if not await self._try(self._releases.evict(key)):
+                self._conversations[key] = None
+                break
+        for engine_id, below_epoch in list(self._over):
+            if await self._try(self._releases.purge_engine(engine_id, below_epoch)):
+                del self._over[engine_id, below_epoch]
+                self._engines.forget(engine_id, below_epoch - 1)
+
+    async def _try(self, ending: Awaitable[object]) -> bool:
+        try:
+            await ending
+        except StoreClosedError:
+            raise
+        except (StoreError, DomainError) as error:
+            log.warning("sweep_postponed", cause=str(error))
+            return False
+        except asyncio.CancelledError:
+            raise
+        return True

@@ -1,0 +1,101 @@
+"""Where each record lies in the store. Parts are length-prefixed, never joined by a separator.
+
+So tenant "a/b" with conversation "c" and tenant "a" with conversation "b/c" are different keys, and a
+tenant's conversations share a prefix that no other tenant's key begins with.
+"""
+
+from __future__ import annotations
+
+from kvplane.controlplane.model import ConversationKey, Holder
+
+LOCATIONS = b"l/"
+TURNS = b"t/"
+CLAIMS = b"c/"
+HOLDINGS = b"x/"
+ORDERS = b"o/"
+ENGINES = b"e/"
+EPOCHS = b"n/"
+
+
+def _part(text: str) -> bytes:
+    raw = text.encode()
+    return len(raw).to_bytes(2, "big") + raw
+
+
+def _take(raw: bytes) -> tuple[str, bytes]:
+    end = 2 + int.from_bytes(raw[:2], "big")
+    return raw[2:end].decode(), raw[end:]
+
+
+def _conversation(key: ConversationKey) -> bytes:
+    return _part(key.tenant_id) + _part(key.model) + _part(key.adapter) + _part(key.conversation_id)
+
+
+def location(key: ConversationKey) -> bytes:
+    """Return where a conversation's retained location lies."""
+    return LOCATIONS + _conversation(key)
+
+
+def tenant_locations(tenant_id: str) -> bytes:
+    """Return the prefix of all of a tenant's retained locations."""
+    return LOCATIONS + _part(tenant_id)
+
+
+def turns(key: ConversationKey) -> bytes:
+    """Return where a conversation's turn numbers lie."""
+    return TURNS + _conversation(key)
+
+
+def claim(claim_id: str) -> bytes:
+    """Return where a claim lies."""
+    return CLAIMS + claim_id.encode()
+
+
+def engine(engine_id: str) -> bytes:
+    """Return where an engine's live incarnation lies."""
+    return ENGINES + engine_id.encode()
+
+
+def engine_id_of(key: bytes) -> str:
+    """Return the engine id of an engine's key."""
+    return key.removeprefix(ENGINES).decode()
+
+
+def epoch(engine_id: str) -> bytes:
+    """Return where the last epoch given to an engine id lies; it outlives incarnations."""
+    return EPOCHS + engine_id.encode()
+
+
+def _incarnation(engine_id: str, engine_epoch: int) -> bytes:
+    return _part(engine_id) + engine_epoch.to_bytes(8, "big")
+
+
+def holding(holder: Holder) -> bytes:
+    """Return where it is noted what became of a holder's blocks."""
+    return HOLDINGS + _incarnation(holder.engine_id, holder.engine_epoch) + holder.request_id.encode()
+
+
+def engine_holdings(engine_id: str) -> bytes:
+    """Return the prefix of all holdings of an engine, of every incarnation."""
+    return HOLDINGS + _part(engine_id)
+
+
+def order(holder: Holder) -> bytes:
+    """Return where the order to free a holder's blocks lies."""
+    return ORDERS + _incarnation(holder.engine_id, holder.engine_epoch) + holder.request_id.encode()
+
+
+def incarnation_orders(engine_id: str, engine_epoch: int) -> bytes:
+    """Return the prefix of all orders to one incarnation."""
+    return ORDERS + _incarnation(engine_id, engine_epoch)
+
+
+def engine_orders(engine_id: str) -> bytes:
+    """Return the prefix of all orders to an engine, of every incarnation."""
+    return ORDERS + _part(engine_id)
+
+
+def holder_of(key: bytes) -> Holder:
+    """Return the holder named by the key of a holding or an order."""
+    engine_id, rest = _take(key[2:])
+    return Holder(engine_id, int.from_bytes(rest[:8], "big"), rest[8:].decode())

@@ -1,0 +1,192 @@
+"""LocationService on the wire: validate, convert, call."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from kvplane.controlplane import convert, keys, records, validate
+from kvplane.controlplane import model as m
+from kvplane.controlplane.claims import Claims
+from kvplane.controlplane.engines import EngineRegistry
+from kvplane.controlplane.errors import InvalidFieldError, RevisionGoneError
+from kvplane.controlplane.ledger import Ledger
+from kvplane.controlplane.locations import Locations
+from kvplane.controlplane.paging import decode_token, encode_token
+from kvplane.controlplane.releases import Releases
+from kvplane.controlplane.turn_streams import multiplexed
+from kvplane.controlplane.turns import Turns
+from kvplane.store.base import Event
+from kvplane.store.errors import CompactedError, FutureRevisionError
+from kvplane.v1 import location_pb2, location_pb2_grpc
+
+
+class LocationServicer(location_pb2_grpc.LocationServiceServicer):
+    """Serves locations, turns and claims."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        engines: EngineRegistry,
+        locations: Locations,
+        turns: Turns,
+        claims: Claims,
+        releases: Releases,
+    ) -> None:
+        self._ledger = ledger
+        self._engines = engines
+        self._locations = locations
+        self._turns = turns
+        self._claims = claims
+        self._releases = releases
+
+    def _now(self) -> int:
+        return self._ledger.clock.now_ms()
+
+    async def AnnounceLocation(
+        self, request: location_pb2.AnnounceLocationRequest, context: Any
+    ) -> location_pb2.AnnounceLocationResponse:
+        """See the protos."""
+        engine_id = validate.text("engine_id", request.engine_id)
+        engine_epoch = validate.epoch("engine_epoch", request.engine_epoch)
+        validate.announcement(request.announcement)
+        value = convert.announcement_in(request.announcement)
+        result = await self._locations.announce(engine_id, engine_epoch, value)
+        return location_pb2.AnnounceLocationResponse(result=convert.announced_out(value.request_id, result))
+
+    async def LookupLocation(
+        self, request: location_pb2.LookupLocationRequest, context: Any
+    ) -> location_pb2.LookupLocationResponse:
+        """See the protos."""
+        validate.key(request.key)
+        known = await self._locations.lookup(convert.key_in(request.key))
+        if isinstance(known, m.MissReason):
+            return location_pb2.LookupLocationResponse(miss_reason=convert.miss_out(known))
+        location = convert.location_out(known.location, now_ms=self._now(), revision=known.revision)
+        return location_pb2.LookupLocationResponse(location=location)
+
+    async def BeginTurn(
+        self, request: location_pb2.BeginTurnRequest, context: Any
+    ) -> location_pb2.BeginTurnResponse:
+        """See the protos."""
+        validate.key(request.key)
+        request_id = validate.text("request_id", request.request_id)
+        wait_s = validate.wait(request.wait) if request.HasField("wait") else None
+        begun = await self._turns.begin(convert.key_in(request.key), request_id, wait_s)
+        if isinstance(begun.known, m.MissReason):
+            miss = convert.miss_out(begun.known)
+            return location_pb2.BeginTurnResponse(turn=begun.turn, miss_reason=miss)
+        location = convert.location_out(
+            begun.known.location, now_ms=self._now(), revision=begun.known.revision
+        )
+        return location_pb2.BeginTurnResponse(turn=begun.turn, location=location)
+
+    async def ClaimLocation(
+        self, request: location_pb2.ClaimLocationRequest, context: Any
+    ) -> location_pb2.ClaimLocationResponse:
+        """See the protos."""
+        validate.key(request.key)
+        if request.turn < 0:
+            raise InvalidFieldError("turn", "must not be negative")
+        outcome = await self._claims.claim(
+            convert.key_in(request.key),
+            validate.text("request_id", request.request_id),
+            validate.text("owner", request.owner),
+            reader_engine_id=validate.text("reader_engine_id", request.reader_engine_id, optional=True),
+            turn=request.turn,
+            wait_s=validate.wait(request.wait) if request.HasField("wait") else None,
+        )
+        if isinstance(outcome, m.MissReason):
+            return location_pb2.ClaimLocationResponse(miss_reason=convert.miss_out(outcome))
+        return location_pb2.ClaimLocationResponse(claim=convert.claim_out(outcome, self._now()))
+
+    async def ReleaseLocation(
+        self, request: location_pb2.ReleaseLocationRequest, context: Any
+    ) -> location_pb2.ReleaseLocationResponse:
+        """See the protos."""
+        target = request.WhichOneof("target")
+        if target == "end_conversation":
+            validate.key(request.end_conversation.key, "end_conversation.key")
+            outcome = await self._releases.end_conversation(convert.key_in(request.end_conversation.key))
+        elif target == "finish_claim":
+            outcome = await self._releases.finish_claim(
+                validate.text("finish_claim.claim_id", request.finish_claim.claim_id),
+                validate.text("finish_claim.owner", request.finish_claim.owner),
+            )
+        elif target == "withdraw":
+            engine_id = validate.text("withdraw.engine_id", request.withdraw.engine_id)
+            engine_epoch = validate.epoch("withdraw.engine_epoch", request.withdraw.engine_epoch)
+            request_id = validate.text("withdraw.request_id", request.withdraw.request_id)
+            await self._engines.require(engine_id, engine_epoch)
+            outcome = await self._releases.withdraw(m.Holder(engine_id, engine_epoch, request_id))
+        else:
+            raise InvalidFieldError("target", "must be one of end_conversation, finish_claim, withdraw")
+        return location_pb2.ReleaseLocationResponse(outcome=convert.outcome_out(outcome))
+
+    async def RenewLocations(
+        self, request: location_pb2.RenewLocationsRequest, context: Any
+    ) -> location_pb2.RenewLocationsResponse:
+        """See the protos."""
+        engine_id = validate.text("engine_id", request.engine_id)
+        engine_epoch = validate.epoch("engine_epoch", request.engine_epoch)
+        validate.batch("renewals", len(request.renewals), least=1)
+        answer = location_pb2.RenewLocationsResponse()
+        for renewal in request.renewals:
+            request_id = validate.text("renewals.request_id", renewal.request_id)
+            ttl_s = validate.span("renewals.ttl", renewal.ttl)
+            granted_s = await self._locations.renew(m.Holder(engine_id, engine_epoch, request_id), ttl_s)
+            answer.results.append(convert.renewed_out(request_id, granted_s))
+        return answer
+
+    async def ListLocations(
+        self, request: location_pb2.ListLocationsRequest, context: Any
+    ) -> location_pb2.ListLocationsResponse:
+        """See the protos."""
+        found, after, revision = await self._locations.list(
+            after=decode_token(request.page_token),
+            limit=validate.page_size(request.page_size),
+            tenant_id=request.tenant_id,
+            engine_id=request.engine_id,
+        )
+        now = self._now()
+        locations = [
+            convert.location_out(
+                item.location, now_ms=now, revision=item.revision, claimed=claimed, brief=True
+            )
+            for item, claimed in found
+        ]
+        return location_pb2.ListLocationsResponse(
+            locations=locations, next_page_token=encode_token(after), revision=revision
+        )
+
+    async def WatchLocations(
+        self, request: location_pb2.WatchLocationsRequest, context: Any
+    ) -> AsyncIterator[location_pb2.WatchLocationsResponse]:
+        """See the protos."""
+        if request.from_revision < 0:
+            raise InvalidFieldError("from_revision", "must not be negative")
+        tenant_id = validate.text("tenant_id", request.tenant_id, optional=True)
+        prefix = keys.tenant_locations(tenant_id) if tenant_id else keys.LOCATIONS
+        try:
+            async for batch in self._ledger.store.watch(prefix, from_revision=request.from_revision):
+                events = [event for event in map(self._event, batch.events) if event is not None]
+                yield location_pb2.WatchLocationsResponse(revision=batch.revision, events=events)
+        except (CompactedError, FutureRevisionError):
+            raise RevisionGoneError(request.from_revision) from None
+
+    def _event(self, event: Event) -> location_pb2.LocationEvent | None:
+        stored = event.current or event.previous
+        if stored is None:
+            return None
+        gone = event.current is None
+        kind = location_pb2.LOCATION_EVENT_TYPE_GONE if gone else location_pb2.LOCATION_EVENT_TYPE_RETAINED
+        value, revision = records.load_location(stored.value), stored.mod_revision
+        location = convert.location_out(value, now_ms=self._now(), revision=revision, brief=True)
+        return location_pb2.LocationEvent(type=kind, location=location)
+
+    async def Turns(
+        self, request_iterator: AsyncIterator[location_pb2.TurnsRequest], context: Any
+    ) -> AsyncIterator[location_pb2.TurnsResponse]:
+        """See the protos."""
+        async for answer in multiplexed(self, request_iterator):
+            yield answer

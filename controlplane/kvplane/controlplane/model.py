@@ -1,0 +1,238 @@
+"""The control plane's own values. No protobuf types, no gRPC, no store types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+# Numbers are those of the public protos, so that stored records and wire agree; a test checks it.
+
+
+class EngineRole(IntEnum):
+    """What an engine does."""
+
+    PREFILL = 1
+    DECODE = 2
+    BOTH = 3
+
+
+class MissReason(IntEnum):
+    """Why nothing can be offered; see MissReason in the protos."""
+
+    UNKNOWN_CONVERSATION = 1
+    EXPIRING = 2
+    CLAIMED = 3
+    ENGINE_GONE = 4
+    ENGINE_DRAINING = 5
+    QUARANTINED = 6
+    INCOMPATIBLE_ENGINE = 7
+    TURN_IN_FLIGHT = 8
+
+
+class AnnounceOutcome(IntEnum):
+    """What became of an announcement; see AnnounceOutcome in the protos."""
+
+    ACCEPTED = 1
+    SUPERSEDED = 2
+    REFUSED = 3
+    CLAIMED = 4
+
+
+class ReleaseOutcome(IntEnum):
+    """What became of a release."""
+
+    RELEASED = 1
+    CLAIMED = 2
+    NOTHING = 3
+
+
+class ReleaseReason(IntEnum):
+    """Why an engine is told to free blocks."""
+
+    SUPERSEDED = 1
+    EXPIRED = 2
+    CLAIM_FINISHED = 3
+    CLAIM_TIMEOUT = 4
+    CONVERSATION_ENDED = 5
+    CAPACITY = 6
+    REFUSED = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Durations in seconds, and limits. The defaults are those of the documentation."""
+
+    max_location_ttl_s: float = 480.0
+    """Longest life of a record, whatever was announced (vLLM's own default retention)."""
+    min_remaining_s: float = 10.0
+    """A location with less life left is not handed out: an engine refuses reads in its last 5 s."""
+    claim_timeout_s: float = 30.0
+    """A reader must have begun within this time."""
+    claim_grace_s: float = 10.0
+    """After the timeout the blocks are kept this much longer, for a read that has begun."""
+    engine_lease_s: float = 10.0
+    """An engine unheard of for this long is gone."""
+    in_flight_wait_s: float = 0.05
+    """Default wait for the announcement of a turn still in flight."""
+    in_flight_window_s: float = 600.0
+    """A turn that was not announced by then is no longer waited for."""
+    max_conversations: int = 1_000_000
+    """Conversations on record; beyond it the oldest go."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationKey:
+    """Names a conversation. Equal only if all four are."""
+
+    tenant_id: str
+    model: str
+    adapter: str
+    conversation_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Chain of 8-byte hashes, one per `chunk_tokens` tokens."""
+
+    chunk_tokens: int
+    chain: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Whose blocks: one request of one incarnation of one engine. Unique for good."""
+
+    engine_id: str
+    engine_epoch: int
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A location on record. `deadline_ms` and `not_before_ms` are of the control plane's clock."""
+
+    key: ConversationKey
+    holder: Holder
+    turn: int
+    token_count: int
+    block_count: int
+    kv_transfer_params: bytes
+    fingerprint: Fingerprint
+    deadline_ms: int
+    not_before_ms: int = 0
+    endpoint: str = ""
+    data_parallel_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One reader's exclusive right to a location."""
+
+    claim_id: str
+    owner: str
+    location: Location
+    deadline_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProfile:
+    """What must be equal on both sides of a transfer."""
+
+    model: str = ""
+    model_revision: str = ""
+    kv_dtype: str = ""
+    block_size: int = 0
+    tensor_parallel_size: int = 0
+    pipeline_parallel_size: int = 0
+    decode_context_parallel_size: int = 0
+    engine_version: str = ""
+    transfer_mode: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """An engine as it registered."""
+
+    engine_id: str
+    role: EngineRole
+    profile: EngineProfile = field(default_factory=EngineProfile)
+    endpoint: str = ""
+    data_parallel_rank: int = 0
+    total_blocks: int = 0
+    served_models: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """An engine's load as last reported; counts."""
+
+    running_requests: int = 0
+    waiting_requests: int = 0
+    free_blocks: int = 0
+    retained_blocks: int = 0
+    retained_conversations: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A live incarnation on record."""
+
+    spec: EngineSpec
+    engine_epoch: int
+    lease_id: int
+    registered_at_ms: int
+    registration_id: str = ""
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """What is remembered of a conversation's turns; see TurnRecord in the storage protos."""
+
+    latest_turn: int = 0
+    request_id: str = ""
+    settled_turn: int = 0
+    in_flight_until_ms: int = 0
+    claimed_turn: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """A retained turn as its engine announces it; `ttl_s` began before it was sent."""
+
+    key: ConversationKey
+    request_id: str
+    turn: int
+    token_count: int
+    block_count: int
+    kv_transfer_params: bytes
+    fingerprint: Fingerprint
+    ttl_s: float
+    endpoint: str = ""
+    reannounced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """What became of an announcement; `granted_ttl_s` is the life its record has."""
+
+    outcome: AnnounceOutcome
+    granted_ttl_s: float = 0.0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An order to an engine to free one request's blocks."""
+
+    holder: Holder
+    reason: ReleaseReason
+    deadline_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A hit, with the store revision of the record."""
+
+    location: Location
+    revision: int

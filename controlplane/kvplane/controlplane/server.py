@@ -1,0 +1,156 @@
+"""The control plane's server: parts put together, started, drained, stopped."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from kvplane.controlplane import model as m
+from kvplane.controlplane import reflection
+from kvplane.controlplane.attachments import Attachments
+from kvplane.controlplane.availability import Availability
+from kvplane.controlplane.claims import Claims
+from kvplane.controlplane.engine_service import EngineServicer
+from kvplane.controlplane.engines import EngineRegistry
+from kvplane.controlplane.expiry import Sweeper
+from kvplane.controlplane.feed import Feed
+from kvplane.controlplane.interceptors import ErrorInterceptor
+from kvplane.controlplane.ledger import Ledger
+from kvplane.controlplane.location_service import LocationServicer
+from kvplane.controlplane.locations import Locations
+from kvplane.controlplane.releases import Releases
+from kvplane.controlplane.turns import Turns
+from kvplane.store.base import Store
+from kvplane.store.clock import Clock
+from kvplane.store.errors import StoreError
+from kvplane.v1 import engine_pb2_grpc, location_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+SERVICES = ("kvplane.v1.EngineService", "kvplane.v1.LocationService")
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+_HEALTH_EVERY_S = 1.0
+_HEALTH_DEADLINE_S = 2.0
+
+
+class AddressInUseError(Exception):
+    """The address to listen on is taken or not this machine's."""
+
+
+class ControlPlane:
+    """Everything the control plane knows and does, over one store. Transport comes on top."""
+
+    def __init__(self, store: Store, clock: Clock, settings: m.Settings) -> None:
+        self.store = store
+        self.settings = settings
+        self.feed = Feed(store, clock)
+        ledger = Ledger(store, clock)
+        self.engines = EngineRegistry(ledger, settings)
+        self.releases = Releases(ledger, settings)
+        availability = Availability(self.engines, clock, settings)
+        self.locations = Locations(ledger, self.engines, self.releases, availability, settings)
+        self.turns = Turns(ledger, self.locations, self.feed, settings)
+        self.claims = Claims(ledger, availability, self.turns, settings)
+        self.sweeper = Sweeper(self.feed, self.releases, self.engines, clock, settings)
+        self.attachments = Attachments(ledger, self.engines, self.locations, self.releases, self.feed)
+        self.engine_servicer = EngineServicer(self.engines, self.attachments, settings)
+        self.location_servicer = LocationServicer(
+            ledger, self.engines, self.locations, self.turns, self.claims, self.releases
+        )
+
+
+class ControlPlaneServer:
+    """A gRPC server of a control plane. The store is the caller's and outlives it."""
+
+    def __init__(self, store: Store, clock: Clock, settings: m.Settings | None = None) -> None:
+        self.plane = ControlPlane(store, clock, settings or m.Settings())
+        self._clock = clock
+        self._tasks: list[asyncio.Task[None]] = []
+        self._health = health.aio.HealthServicer()
+        self._serving: bool | None = None
+        self._server: grpc.aio.Server | None = None
+        self.port = 0
+
+    async def start(self, address: str) -> int:
+        """Listen on "host:port" (port 0: any) and return the port. Raises AddressInUseError."""
+        options: list[tuple[str, Any]] = [
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            ("grpc.keepalive_time_ms", 10_000),
+            ("grpc.keepalive_timeout_ms", 5_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+        ]
+        server = self._server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=options)
+        engine_pb2_grpc.add_EngineServiceServicer_to_server(self.plane.engine_servicer, server)
+        location_pb2_grpc.add_LocationServiceServicer_to_server(self.plane.location_servicer, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable(server, (*SERVICES, health.SERVICE_NAME))
+        try:
+            self.port = server.add_insecure_port(address)
+        except RuntimeError:
+            self.port = 0
+        if not self.port:
+            raise AddressInUseError(
+                f"cannot listen on {address}: it is taken, or not an address of this host"
+            )
+        self._tasks = [
+            asyncio.create_task(self.plane.feed.run(), name="feed"),
+            asyncio.create_task(self.plane.sweeper.run(), name="sweeper"),
+            asyncio.create_task(self._watch_health(), name="health"),
+        ]
+        await self._check_health()
+        await server.start()
+        log.info("control_plane_started", address=address, port=self.port)
+        return self.port
+
+    async def _watch_health(self) -> None:
+        while True:
+            await self._clock.sleep(_HEALTH_EVERY_S)
+            await self._check_health()
+
+    async def _check_health(self) -> None:
+        """SERVING only while the store answers."""
+        try:
+            async with asyncio.timeout(_HEALTH_DEADLINE_S):
+                await self.plane.store.get(b"health")
+            serving = True
+        except (StoreError, TimeoutError):
+            serving = False
+        if serving != self._serving:
+            self._serving = serving
+            log.info("health_changed", serving=serving)
+            await self._set_health(serving)
+
+    async def _set_health(self, serving: bool) -> None:
+        kind = health_pb2.HealthCheckResponse
+        status = kind.SERVING if serving else kind.NOT_SERVING
+        for service in ("", *SERVICES):
+            await self._health.set(service, status)
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """Take no new calls, let those under way finish for at most `grace_s` seconds, stop. Idempotent."""
+        if self._server is None:
+            return
+        server, self._server = self._server, None
+        await self._set_health(False)
+        self.plane.attachments.close()
+        await server.stop(grace_s)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        log.info("control_plane_stopped")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop(0)

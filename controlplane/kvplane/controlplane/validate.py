@@ -1,0 +1,168 @@
+"""Checks of what arrives. Each names the field and what it must be; limits are those of the protos."""
+
+from __future__ import annotations
+
+import json
+
+from google.protobuf.duration_pb2 import Duration
+
+from kvplane.controlplane.errors import InvalidFieldError
+from kvplane.v1 import common_pb2, engine_pb2
+
+MAX_ID_BYTES = 256
+MAX_PARAMS_BYTES = 1024 * 1024
+MAX_CHAIN_BYTES = 1024 * 1024
+MAX_RECORD_BYTES = 1_300_000
+"""Params and fingerprint together: what one record of the store can hold (etcd: about 1.5 MB a request)."""
+MAX_CHUNK_TOKENS = 65_536
+MAX_BATCH = 1024
+MAX_WAIT_S = 5.0
+HASH_BYTES = 8
+PARAMS_NEEDED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids")
+
+
+def text(field: str, value: str, *, most: int = MAX_ID_BYTES, optional: bool = False) -> str:
+    """Return the value if it is not empty (unless optional) and not too long."""
+    if not value and not optional:
+        raise InvalidFieldError(field, "must not be empty")
+    if len(value.encode()) > most:
+        raise InvalidFieldError(field, f"must be at most {most} bytes")
+    return value
+
+
+def positive(field: str, value: int) -> int:
+    """Return the value if it is above zero."""
+    if value <= 0:
+        raise InvalidFieldError(field, "must be greater than 0")
+    return value
+
+
+def epoch(field: str, value: int) -> int:
+    """Return an engine epoch as RegisterEngine gave it."""
+    if value <= 0:
+        raise InvalidFieldError(field, "must be the epoch that RegisterEngine returned")
+    return value
+
+
+def batch(field: str, size: int, *, least: int = 0) -> None:
+    """Check the number of elements."""
+    if not least <= size <= MAX_BATCH:
+        raise InvalidFieldError(field, f"must have {least} to {MAX_BATCH} elements")
+
+
+def page_size(value: int) -> int:
+    """Return a page size, the default for 0."""
+    if not 0 <= value <= 1000:
+        raise InvalidFieldError("page_size", "must be 0 to 1000")
+    return value or 100
+
+
+def span(field: str, value: Duration) -> float:
+    """Return a duration above zero, in seconds."""
+    seconds = value.seconds + value.nanos / 1e9
+    if seconds <= 0:
+        raise InvalidFieldError(field, "must be greater than 0")
+    return seconds
+
+
+def wait(value: Duration) -> float:
+    """Return a wait, in seconds."""
+    seconds = value.seconds + value.nanos / 1e9
+    if not 0 <= seconds <= MAX_WAIT_S:
+        raise InvalidFieldError("wait", f"must be 0 to {MAX_WAIT_S:g} s")
+    return seconds
+
+
+def key(wire: common_pb2.ConversationKey, field: str = "key") -> None:
+    """Check a conversation key."""
+    text(f"{field}.tenant_id", wire.tenant_id)
+    text(f"{field}.model", wire.model)
+    text(f"{field}.adapter", wire.adapter, optional=True)
+    text(f"{field}.conversation_id", wire.conversation_id)
+
+
+def spec(wire: engine_pb2.EngineSpec) -> None:
+    """Check an engine's spec."""
+    text("spec.engine_id", wire.engine_id)
+    if wire.role not in (
+        engine_pb2.ENGINE_ROLE_PREFILL,
+        engine_pb2.ENGINE_ROLE_DECODE,
+        engine_pb2.ENGINE_ROLE_BOTH,
+    ):
+        raise InvalidFieldError("spec.role", "must be PREFILL, DECODE or BOTH")
+    profile = wire.profile
+    for name in ("model", "model_revision", "kv_dtype", "engine_version"):
+        text(f"spec.profile.{name}", getattr(profile, name), optional=True)
+    if profile.transfer_mode not in ("", "pull"):
+        raise InvalidFieldError(
+            "spec.profile.transfer_mode", 'must be "pull": KV pushed by an engine cannot be read back'
+        )
+    for name in (
+        "block_size",
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+    ):
+        if getattr(profile, name) < 0:
+            raise InvalidFieldError(f"spec.profile.{name}", "must not be negative")
+    text("spec.endpoint", wire.endpoint, most=2048, optional=True)
+    endpoint("spec.endpoint", wire.endpoint)
+    if wire.data_parallel_rank < 0 or wire.total_blocks < 0:
+        raise InvalidFieldError("spec", "data_parallel_rank and total_blocks must not be negative")
+    if len(wire.served_models) > 64:
+        raise InvalidFieldError("spec.served_models", "must have at most 64 elements")
+    for name in wire.served_models:
+        text("spec.served_models", name)
+
+
+def endpoint(field: str, value: str) -> None:
+    """Check an HTTP base URL; empty is allowed."""
+    if value and not value.startswith(("http://", "https://")):
+        raise InvalidFieldError(field, 'must be an HTTP base URL such as "http://10.0.0.7:8200"')
+
+
+def announcement(wire: common_pb2.Announcement, field: str = "announcement") -> None:
+    """Check an announcement, its kv_transfer_params included."""
+    key(wire.key, f"{field}.key")
+    text(f"{field}.request_id", wire.request_id)
+    positive(f"{field}.turn", wire.turn)
+    positive(f"{field}.token_count", wire.token_count)
+    positive(f"{field}.block_count", wire.block_count)
+    span(f"{field}.ttl", wire.ttl)
+    text(f"{field}.endpoint", wire.endpoint, most=2048, optional=True)
+    endpoint(f"{field}.endpoint", wire.endpoint)
+    _fingerprint(wire.fingerprint, wire.token_count, f"{field}.fingerprint")
+    _params(wire.kv_transfer_params, f"{field}.kv_transfer_params")
+    if len(wire.kv_transfer_params) + len(wire.fingerprint.chain) > MAX_RECORD_BYTES:
+        raise InvalidFieldError(
+            f"{field}.kv_transfer_params",
+            f"and fingerprint.chain together must be at most {MAX_RECORD_BYTES} bytes;"
+            " use larger KV blocks or a larger chunk_tokens",
+        )
+
+
+def _fingerprint(wire: common_pb2.Fingerprint, token_count: int, field: str) -> None:
+    if not 1 <= wire.chunk_tokens <= MAX_CHUNK_TOKENS:
+        raise InvalidFieldError(f"{field}.chunk_tokens", f"must be 1 to {MAX_CHUNK_TOKENS}")
+    if len(wire.chain) > MAX_CHAIN_BYTES:
+        raise InvalidFieldError(f"{field}.chain", f"must be at most {MAX_CHAIN_BYTES} bytes")
+    entries = -(-token_count // wire.chunk_tokens)
+    if len(wire.chain) != entries * HASH_BYTES:
+        problem = f"must have {entries} entries of {HASH_BYTES} bytes for {token_count} tokens"
+        raise InvalidFieldError(f"{field}.chain", problem)
+
+
+def _params(raw: bytes, field: str) -> None:
+    if len(raw) > MAX_PARAMS_BYTES:
+        raise InvalidFieldError(field, f"must be at most {MAX_PARAMS_BYTES} bytes")
+    try:
+        params = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise InvalidFieldError(field, "must be a JSON object") from None
+    if not isinstance(params, dict):
+        raise InvalidFieldError(field, "must be a JSON object")
+    for name in PARAMS_NEEDED:
+        if params.get(name) in (None, "", []):
+            raise InvalidFieldError(f"{field}.{name}", "is missing: the reader could not reach the blocks")
+    if params.get("transfer_mode", "pull") != "pull":
+        raise InvalidFieldError(f"{field}.transfer_mode", 'must be "pull": pushed KV cannot be read back')
