@@ -1,0 +1,172 @@
+"""Configuration: flag > KVPLANE_* environment variable > TOML file > default. Checked before use."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+    TomlConfigSettingsSource,
+)
+
+ENV_PREFIX = "KVPLANE_"
+_ENV_OF_OTHERS = frozenset({"KVPLANE_ADDRESS", "KVPLANE_ENDPOINT", "KVPLANE_VLLM_VENV"})
+"""Variables of the connector and of the demo's rig."""
+
+
+class ConfigError(ValueError):
+    """Configuration that cannot work: one line that names the option and the remedy."""
+
+
+class Config(BaseSettings):
+    """All options of all commands. Times are in seconds."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
+
+    store: str = Field("memory://", description="Where the control plane keeps its state: memory://")
+    grpc_host: str = Field("127.0.0.1", description="Address the control plane listens on.")
+    grpc_port: int = Field(50051, ge=0, le=65535, description="Its port; 0 takes a free one.")
+    host: str = Field("127.0.0.1", description="Address the router listens on.")
+    port: int = Field(8000, ge=0, le=65535, description="Its port; 0 takes a free one.")
+    allow_remote: bool = Field(
+        False, description="Listen beyond loopback although there is no authentication and no encryption yet."
+    )
+    prefill: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="Base URLs of prefill engines; in the environment separated by commas."
+    )
+    decode: Annotated[tuple[str, ...], NoDecode] = Field((), description="Base URLs of decode engines.")
+    plane: str | None = Field(None, description="Control plane of a router that runs alone: host:port.")
+    path: Literal["auto", "cold", "pull", "direct"] = Field(
+        "auto", description="Force one way of serving turns, or let the router take the cheapest."
+    )
+    allow_path_header: bool = Field(
+        True, description="Let a request force its path with the header x-kvplane-path."
+    )
+    tenant: str = Field("default", description="Tenant that all requests of this router belong to.")
+    direct_max_new_tokens: int = Field(
+        2048,
+        ge=0,
+        description="Up to so much new text goes straight to the decode engine that holds the rest.",
+    )
+    recompute_threshold: int = Field(
+        64, ge=0, description="Fewer held tokens than this are not worth a pull; as kv_recompute_threshold."
+    )
+    turn_wait: float = Field(
+        0.05, ge=0, le=5, description="Longest wait for a turn of the same conversation still in flight."
+    )
+    location_ttl: float = Field(
+        480.0, gt=0, description="Longest life of a location, whatever was announced."
+    )
+    min_remaining: float = Field(10.0, ge=0, description="A location with less life left is not handed out.")
+    claim_timeout: float = Field(30.0, gt=0, description="A reader must have begun within this time.")
+    engine_lease: float = Field(10.0, ge=2, description="An engine unheard of for so long is gone.")
+    max_conversations: int = Field(
+        1_000_000, ge=1, description="Conversations on record; beyond it the oldest go."
+    )
+    drain_timeout: float = Field(
+        30.0, ge=0, description="After SIGTERM, how long open streams may take to finish."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")
+    log_format: Literal["auto", "console", "json"] = Field(
+        "auto", description="auto: console on a terminal, else JSON lines."
+    )
+
+    @field_validator("prefill", "decode", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+
+def load_config(
+    flags: Mapping[str, Any], file: Path | None = None, environment: Mapping[str, str] = os.environ
+) -> Config:
+    """Return the effective configuration. Flags that are None or empty are not given. Raises ConfigError."""
+    _check_environment(environment)
+    tables = _check_file(file) if file is not None else {}
+    given = {name: value for name, value in flags.items() if value not in (None, (), [])}
+
+    class Loaded(Config):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            toml = TomlConfigSettingsSource(settings_cls, file) if tables else None
+            return (init_settings, env_settings, *((toml,) if toml else ()))
+
+    try:
+        config = Loaded(**given)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = str(problem["loc"][0]) if problem["loc"] else "configuration"
+        raise ConfigError(f"{_spelled(name, given, tables)}: {problem['msg'].lower()}") from None
+    except SettingsError as error:
+        raise ConfigError(f"{error}".splitlines()[0]) from None
+    _check_relations(config)
+    return config
+
+
+def _spelled(name: str, given: Mapping[str, Any], tables: Mapping[str, Any]) -> str:
+    """Return an option's name as the user wrote it."""
+    if name in given:
+        return f"--{name.replace('_', '-')} {given[name]}"
+    variable = f"{ENV_PREFIX}{name.upper()}"
+    return (
+        f"{variable}={os.environ[variable]}" if variable in os.environ else f"{name} = {tables.get(name)!r}"
+    )
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(sorted(names))}"
+
+
+def _check_environment(environment: Mapping[str, str]) -> None:
+    known = [f"{ENV_PREFIX}{name.upper()}" for name in Config.model_fields]
+    for name in environment:
+        if name.startswith(ENV_PREFIX) and name not in known and name not in _ENV_OF_OTHERS:
+            raise ConfigError(f"environment variable {name} is unknown{_nearest(name, known)}")
+
+
+def _check_file(file: Path) -> dict[str, Any]:
+    try:
+        tables = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"--config {file}: {(error.strerror or 'cannot be read').lower()}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {file}: not TOML: {error}") from None
+    for name in tables:
+        if name not in Config.model_fields:
+            raise ConfigError(
+                f"--config {file}: {name} is unknown{_nearest(name, list(Config.model_fields))}"
+            )
+    return tables
+
+
+def _check_relations(config: Config) -> None:
+    if config.min_remaining >= config.location_ttl:
+        raise ConfigError(
+            f"min_remaining ({config.min_remaining:g} s) must be below location_ttl"
+            f" ({config.location_ttl:g} s): otherwise no location is ever handed out"
+        )
+    if config.claim_timeout >= config.location_ttl:
+        raise ConfigError(
+            f"claim_timeout ({config.claim_timeout:g} s) must be below location_ttl"
+            f" ({config.location_ttl:g} s)"
+        )

@@ -1,0 +1,146 @@
+"""The `kvplane` command."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+import typer
+
+from kvplane.cli import options as o
+from kvplane.cli import run
+from kvplane.cli.config import Config, ConfigError, load_config
+from kvplane.cli.logs import configure_logs
+
+app = typer.Typer(
+    name="kvplane",
+    help="Knows which conversation's KV cache is where, for how long, and whether it may be reused.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+config_app = typer.Typer(help="Look at the configuration.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"kvplane {importlib.metadata.version('kvplane')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Take options that belong to no command."""
+
+
+def _load(flags: dict[str, Any]) -> Config:
+    file = flags.pop("config", None)
+    config = load_config(flags, file)
+    configure_logs(config.log_level, config.log_format)
+    return config
+
+
+def _run(program: Callable[[Config], Awaitable[None]], flags: dict[str, Any]) -> None:
+    run.until_signalled(program, _load(flags))
+
+
+@app.command()
+def serve(
+    config: o.ConfigFile = None,
+    store: o.Store = None,
+    grpc_host: o.GrpcHost = None,
+    grpc_port: o.GrpcPort = None,
+    allow_remote: o.AllowRemote = None,
+    location_ttl: o.LocationTtl = None,
+    min_remaining: o.MinRemaining = None,
+    claim_timeout: o.ClaimTimeout = None,
+    engine_lease: o.EngineLease = None,
+    turn_wait: o.TurnWait = None,
+    max_conversations: o.MaxConversations = None,
+    drain_timeout: o.DrainTimeout = None,
+    log_level: o.LogLevel = None,
+    log_format: o.LogFormat = None,
+) -> None:
+    """Run a control plane."""
+    _run(run.serve, dict(locals()))
+
+
+@app.command()
+def route(
+    config: o.ConfigFile = None,
+    prefill: o.Prefill = None,
+    decode: o.Decode = None,
+    plane: o.Plane = None,
+    host: o.Host = None,
+    port: o.Port = None,
+    allow_remote: o.AllowRemote = None,
+    path: o.Path_ = None,
+    allow_path_header: o.AllowPathHeader = None,
+    tenant: o.Tenant = None,
+    direct_max_new_tokens: o.DirectMaxNewTokens = None,
+    recompute_threshold: o.RecomputeThreshold = None,
+    turn_wait: o.TurnWait = None,
+    drain_timeout: o.DrainTimeout = None,
+    log_level: o.LogLevel = None,
+    log_format: o.LogFormat = None,
+) -> None:
+    """Run a router in front of prefill and decode engines."""
+    _run(run.route, dict(locals()))
+
+
+@app.command()
+def up(
+    config: o.ConfigFile = None,
+    prefill: o.Prefill = None,
+    decode: o.Decode = None,
+    host: o.Host = None,
+    port: o.Port = None,
+    grpc_host: o.GrpcHost = None,
+    grpc_port: o.GrpcPort = None,
+    allow_remote: o.AllowRemote = None,
+    store: o.Store = None,
+    path: o.Path_ = None,
+    allow_path_header: o.AllowPathHeader = None,
+    tenant: o.Tenant = None,
+    direct_max_new_tokens: o.DirectMaxNewTokens = None,
+    recompute_threshold: o.RecomputeThreshold = None,
+    turn_wait: o.TurnWait = None,
+    location_ttl: o.LocationTtl = None,
+    min_remaining: o.MinRemaining = None,
+    claim_timeout: o.ClaimTimeout = None,
+    engine_lease: o.EngineLease = None,
+    max_conversations: o.MaxConversations = None,
+    drain_timeout: o.DrainTimeout = None,
+    log_level: o.LogLevel = None,
+    log_format: o.LogFormat = None,
+) -> None:
+    """Run router and control plane together: all that one machine needs."""
+    _run(run.up, dict(locals()))
+
+
+@config_app.command("show")
+def config_show(config: o.ConfigFile = None) -> None:
+    """Print the effective configuration, from file, environment and defaults."""
+    effective = _load({"config": config})
+    for name in Config.model_fields:
+        typer.echo(f"{name} = {getattr(effective, name)!r}")
+
+
+def main() -> int:
+    """Run the command line; every expected failure is one line on standard error."""
+    try:
+        app(standalone_mode=True)
+    except (ConfigError, run.StartError) as error:
+        print(f"kvplane: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

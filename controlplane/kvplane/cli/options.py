@@ -1,0 +1,55 @@
+"""The flags of the commands. Names, help and defaults come from Config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvplane.cli.config import Config
+
+
+def _flag(name: str, *more: str) -> Any:
+    field = Config.model_fields[name]
+    default = field.default
+    shown = f" [default: {default}]" if default not in (None, (), False) else ""
+    return typer.Option(f"--{name.replace('_', '-')}", *more, help=f"{field.description}{shown}")
+
+
+def _switch(name: str) -> Any:
+    spelled = name.replace("_", "-")
+    field = Config.model_fields[name]
+    return typer.Option(
+        f"--{spelled}/--no-{spelled}",
+        help=f"{field.description} [default: {'yes' if field.default else 'no'}]",
+    )
+
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", help="TOML file with options, named as the flags, with underscores."),
+]
+Store = Annotated[str | None, _flag("store")]
+GrpcHost = Annotated[str | None, _flag("grpc_host")]
+GrpcPort = Annotated[int | None, _flag("grpc_port")]
+Host = Annotated[str | None, _flag("host")]
+Port = Annotated[int | None, _flag("port")]
+AllowRemote = Annotated[bool | None, _switch("allow_remote")]
+Prefill = Annotated[list[str] | None, _flag("prefill")]
+Decode = Annotated[list[str] | None, _flag("decode")]
+Plane = Annotated[str | None, _flag("plane")]
+Path_ = Annotated[str | None, _flag("path")]
+AllowPathHeader = Annotated[bool | None, _switch("allow_path_header")]
+Tenant = Annotated[str | None, _flag("tenant")]
+DirectMaxNewTokens = Annotated[int | None, _flag("direct_max_new_tokens")]
+RecomputeThreshold = Annotated[int | None, _flag("recompute_threshold")]
+TurnWait = Annotated[float | None, _flag("turn_wait")]
+LocationTtl = Annotated[float | None, _flag("location_ttl")]
+MinRemaining = Annotated[float | None, _flag("min_remaining")]
+ClaimTimeout = Annotated[float | None, _flag("claim_timeout")]
+EngineLease = Annotated[float | None, _flag("engine_lease")]
+MaxConversations = Annotated[int | None, _flag("max_conversations")]
+DrainTimeout = Annotated[float | None, _flag("drain_timeout")]
+LogLevel = Annotated[str | None, _flag("log_level")]
+LogFormat = Annotated[str | None, _flag("log_format")]

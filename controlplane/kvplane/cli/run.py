@@ -1,0 +1,145 @@
+"""The programs behind the commands: put the parts together, run them until a signal, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import ipaddress
+import secrets
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import structlog
+import uvloop
+
+from kvplane.cli.config import Config
+from kvplane.client.client import ControlPlaneClient
+from kvplane.controlplane.model import Settings
+from kvplane.controlplane.server import AddressInUseError, ControlPlaneServer
+from kvplane.router.app import RouterServer
+from kvplane.router.policy import PathMode, Thresholds
+from kvplane.router.settings import RouterSettings, SettingsError
+from kvplane.store.clock import SystemClock
+from kvplane.store.url import StoreUrlError, open_store
+
+log = structlog.get_logger(__name__)
+
+
+class StartError(Exception):
+    """The program cannot start: one line that says why and what to do."""
+
+
+def until_signalled(program: Callable[[Config], Awaitable[None]], config: Config) -> None:
+    """Run a program on uvloop. It returns when it has stopped after SIGTERM or SIGINT."""
+
+    async def runner() -> None:
+        await program(config)
+
+    try:
+        uvloop.run(runner())
+    except (AddressInUseError, SettingsError, StoreUrlError) as error:
+        raise StartError(str(error)) from None
+
+
+def _check_reach(host: str, flag: str, config: Config) -> None:
+    """Refuse to listen beyond loopback unless asked to."""
+    try:
+        loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if loopback:
+        return
+    if not config.allow_remote:
+        raise StartError(
+            f"--{flag} {host}: anyone who reaches it could read and claim KV locations;"
+            " use 127.0.0.1, or add --allow-remote inside a trusted network"
+        )
+    log.warning("listening_beyond_loopback", host=host, encryption=False, authentication=False)
+
+
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+async def _signalled() -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    gc.freeze()
+    await stop.wait()
+    log.info("stopping")
+
+
+@asynccontextmanager
+async def _control_plane(config: Config) -> AsyncIterator[int]:
+    """Run a control plane; gives its port."""
+    _check_reach(config.grpc_host, "grpc-host", config)
+    clock = SystemClock()
+    settings = Settings(
+        max_location_ttl_s=config.location_ttl,
+        min_remaining_s=config.min_remaining,
+        claim_timeout_s=config.claim_timeout,
+        engine_lease_s=config.engine_lease,
+        in_flight_wait_s=config.turn_wait,
+        max_conversations=config.max_conversations,
+    )
+    async with open_store(config.store, clock) as store:
+        server = ControlPlaneServer(store, clock, settings)
+        try:
+            yield await server.start(_joined(config.grpc_host, config.grpc_port))
+        finally:
+            await server.stop(min(5.0, config.drain_timeout))
+
+
+@asynccontextmanager
+async def _router(config: Config, plane_address: str | None) -> AsyncIterator[int]:
+    """Run a router; gives its port."""
+    _check_reach(config.host, "host", config)
+    settings = RouterSettings(
+        prefill_urls=config.prefill,
+        decode_urls=config.decode,
+        plane_address=plane_address,
+        host=config.host,
+        port=config.port,
+        path=PathMode(config.path),
+        allow_path_header=config.allow_path_header,
+        tenant_id=config.tenant,
+        thresholds=Thresholds(
+            direct_max_new_tokens=config.direct_max_new_tokens,
+            kv_recompute_threshold=config.recompute_threshold,
+        ),
+        turn_wait_s=config.turn_wait,
+        drain_timeout_s=config.drain_timeout,
+    )
+    plane = ControlPlaneClient(plane_address) if plane_address else None
+    server = RouterServer(settings, plane=plane, owner=f"router-{secrets.token_hex(8)}")
+    try:
+        yield await server.start()
+    finally:
+        await server.stop()
+        if plane is not None:
+            await plane.aclose()
+
+
+async def serve(config: Config) -> None:
+    """Run a control plane alone."""
+    async with _control_plane(config):
+        await _signalled()
+
+
+async def route(config: Config) -> None:
+    """Run a router alone."""
+    async with _router(config, config.plane):
+        await _signalled()
+
+
+async def up(config: Config) -> None:
+    """Run a control plane and a router that uses it."""
+    async with (
+        _control_plane(config) as port,
+        _router(config, _joined(config.grpc_host, port)) as http_port,
+    ):
+        log.info("ready", http=f"http://{_joined(config.host, http_port)}", grpc_port=port)
+        await _signalled()

@@ -1,0 +1,121 @@
+"""A control plane on a clock that stands still, and short ways to say what tests say often."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from kvplane.controlplane import model as m
+from kvplane.controlplane.server import ControlPlane
+from kvplane.store.memory import MemoryStore
+from kvplane.store.testing import ManualClock
+
+PARAMS = json.dumps(
+    {
+        "remote_engine_id": "d",
+        "remote_request_id": "q",
+        "remote_host": "127.0.0.1",
+        "remote_port": 5601,
+        "remote_block_ids": [[1, 2, 3]],
+        "remote_blocks_expiry_time": 12345.678,
+        "some_future_member": 9007199254740993,
+    }
+).encode()
+
+
+def key(
+    conversation_id: str = "c", tenant_id: str = "t", model: str = "m", adapter: str = ""
+) -> m.ConversationKey:
+    return m.ConversationKey(tenant_id, model, adapter, conversation_id)
+
+
+def announcement(
+    request_id: str,
+    turn: int,
+    *,
+    conversation: m.ConversationKey | None = None,
+    ttl_s: float = 400.0,
+    reannounced: bool = False,
+) -> m.Announcement:
+    return m.Announcement(
+        key=conversation or key(),
+        request_id=request_id,
+        turn=turn,
+        token_count=100,
+        block_count=4,
+        kv_transfer_params=PARAMS,
+        fingerprint=m.Fingerprint(64, b"0123456789abcdef"),
+        ttl_s=ttl_s,
+        reannounced=reannounced,
+    )
+
+
+@dataclass
+class Rig:
+    plane: ControlPlane
+    clock: ManualClock
+    store: MemoryStore
+
+    async def engine(self, engine_id: str = "d", *, block_size: int = 16) -> m.Engine:
+        profile = m.EngineProfile(model="m", block_size=block_size)
+        spec = m.EngineSpec(engine_id, m.EngineRole.DECODE, profile)
+        return await self.plane.engines.register(spec)
+
+    async def keep_alive(self, engine: m.Engine, seconds: float) -> None:
+        """Let time pass while the engine renews its lease."""
+        while seconds > 0:
+            step = min(3.0, seconds)
+            await self.clock.advance(step)
+            await self.plane.engines.renew(engine.spec.engine_id, engine.engine_epoch)
+            seconds -= step
+
+    async def begin(self, request_id: str, conversation: m.ConversationKey | None = None) -> int:
+        return (await self.plane.turns.begin(conversation or key(), request_id, 0.0)).turn
+
+    async def announce(self, engine: m.Engine, value: m.Announcement) -> m.Announced:
+        return await self.plane.locations.announce(engine.spec.engine_id, engine.engine_epoch, value)
+
+    async def retain(
+        self,
+        engine: m.Engine,
+        request_id: str,
+        conversation: m.ConversationKey | None = None,
+        ttl_s: float = 400.0,
+    ) -> int:
+        """Begin a turn and announce it; returns its number."""
+        turn = await self.begin(request_id, conversation)
+        result = await self.announce(
+            engine, announcement(request_id, turn, conversation=conversation, ttl_s=ttl_s)
+        )
+        assert result.outcome is m.AnnounceOutcome.ACCEPTED
+        return turn
+
+    async def claim(
+        self, claim_id: str = "claim", owner: str = "r", conversation: m.ConversationKey | None = None
+    ) -> m.Claim | m.MissReason:
+        return await self.plane.claims.claim(conversation or key(), claim_id, owner, wait_s=0.0)
+
+    async def orders(self, engine: m.Engine) -> dict[str, m.ReleaseReason]:
+        orders = await self.plane.attachments.waiting_orders(engine.spec.engine_id, engine.engine_epoch)
+        return {order.holder.request_id: order.reason for order in orders}
+
+    async def lookup(self, conversation: m.ConversationKey | None = None) -> m.Found | m.MissReason:
+        return await self.plane.locations.lookup(conversation or key())
+
+
+@asynccontextmanager
+async def running(settings: m.Settings | None = None) -> AsyncIterator[Rig]:
+    clock = ManualClock()
+    async with MemoryStore(clock) as store:
+        plane = ControlPlane(store, clock, settings or m.Settings())
+        tasks = [asyncio.create_task(plane.feed.run()), asyncio.create_task(plane.sweeper.run())]
+        await plane.feed.caught_up.wait()
+        try:
+            yield Rig(plane, clock, store)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

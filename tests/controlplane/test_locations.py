@@ -1,0 +1,294 @@
+"""Rules of locations: deadlines, turns, epochs, isolation. Boundaries first."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvplane.controlplane import model as m
+from kvplane.controlplane.errors import (
+    EngineDrainingError,
+    InvalidFieldError,
+    StaleEpochError,
+    UnknownEngineError,
+)
+from tests.controlplane.harness import PARAMS, Rig, announcement, key, running
+
+
+async def test_nothing_is_known_at_first(rig: Rig) -> None:
+    assert await rig.lookup() is m.MissReason.UNKNOWN_CONVERSATION
+    assert await rig.claim() is m.MissReason.UNKNOWN_CONVERSATION
+
+
+async def test_what_was_announced_comes_back_byte_for_byte(rig: Rig) -> None:
+    engine = await rig.engine()
+    turn = await rig.retain(engine, "q1")
+    found = await rig.lookup()
+    assert isinstance(found, m.Found)
+    assert found.location.kv_transfer_params == PARAMS
+    assert found.location.turn == turn
+    assert found.location.holder == m.Holder("d", engine.engine_epoch, "q1")
+
+
+@pytest.mark.parametrize(("left_s", "handed_out"), [(10.0, True), (9.999, False), (6.0, False), (1.0, False)])
+async def test_a_location_is_withheld_below_the_margin(rig: Rig, left_s: float, handed_out: bool) -> None:
+    engine = await rig.engine()
+    await rig.retain(engine, "q1", ttl_s=left_s)
+    found = await rig.lookup()
+    assert isinstance(found, m.Found) == handed_out
+    if not handed_out:
+        assert found is m.MissReason.EXPIRING
+        assert await rig.claim() is m.MissReason.EXPIRING
+
+
+async def test_the_engines_ttl_bounds_the_record_and_the_planes_does_too(rig: Rig) -> None:
+    engine = await rig.engine()
+    turn = await rig.begin("q1")
+    short = await rig.announce(engine, announcement("q1", turn, ttl_s=60))
+    assert short.granted_ttl_s == 60
+    long = await rig.announce(engine, announcement("q2", await rig.begin("q2"), ttl_s=10_000))
+    assert long.granted_ttl_s == 480
+
+
+async def test_an_expired_location_is_gone_and_its_engine_is_told(rig: Rig) -> None:
+    engine = await rig.engine()
+    await rig.retain(engine, "q1", ttl_s=60)
+    await rig.keep_alive(engine, 60)
+    assert await rig.lookup() is m.MissReason.UNKNOWN_CONVERSATION
+    assert await rig.orders(engine) == {"q1": m.ReleaseReason.EXPIRED}
+
+
+async def test_each_location_goes_at_its_own_time(rig: Rig) -> None:
+    engine = await rig.engine()
+    await rig.retain(engine, "long", key("long"), ttl_s=480)
+    for number in range(5):
+        await rig.retain(engine, f"short{number}", key(f"short{number}"), ttl_s=30)
+    await rig.keep_alive(engine, 31)
+    assert len(await rig.orders(engine)) == 5
+    assert isinstance(await rig.lookup(key("long")), m.Found)
+
+
+async def test_a_newer_turn_replaces_and_the_old_one_is_released(rig: Rig) -> None:
+    engine = await rig.engine()
+    await rig.retain(engine, "q1")
+    newer = await rig.retain(engine, "q2")
+    found = await rig.lookup()
+    assert isinstance(found, m.Found)
+    assert found.location.turn == newer
+    assert await rig.orders(engine) == {"q1": m.ReleaseReason.SUPERSEDED}
+
+
+async def test_an_older_turn_never_replaces_a_newer_one(rig: Rig) -> None:
+    engine, other = await rig.engine("d"), await rig.engine("d2")
+    first, second = await rig.begin("q1"), await rig.begin("q2")
+    assert second > first
+    await rig.announce(engine, announcement("q2", second))
+    late = await rig.announce(other, announcement("q1", first))
+    assert late.outcome is m.AnnounceOutcome.SUPERSEDED
+    assert await rig.orders(other) == {"q1": m.ReleaseReason.SUPERSEDED}
+    found = await rig.lookup()
+    assert isinstance(found, m.Found)
+    assert found.location.turn == second
+
+
+async def test_an_older_turn_stays_out_even_after_the_newer_one_was_read(rig: Rig) -> None:
+    engine = await rig.engine()
+    first, second = await rig.begin("q1"), await rig.begin("q2")
+    await rig.announce(engine, announcement("q2", second))
+    assert isinstance(await rig.claim(), m.Claim)
+    late = await rig.announce(engine, announcement("q1", first))
+    assert late.outcome is m.AnnounceOutcome.SUPERSEDED
+    assert await rig.lookup() is m.MissReason.CLAIMED
+
+
+async def test_announcing_again_changes_nothing(rig: Rig) -> None:
+    engine = await rig.engine()
+    turn = await rig.retain(engine, "q1")
+    found = await rig.lookup()
+    again = await rig.announce(engine, announcement("q1", turn))
+    assert again.outcome is m.AnnounceOutcome.ACCEPTED
+    assert await rig.lookup() == found
+    assert await rig.orders(engine) == {}
+
+
+async def test_a_request_belongs_to_one_conversation(rig: Rig) -> None:
+    engine = await rig.engine()
+    await rig.retain(engine, "q1")
+    with pytest.raises(InvalidFieldError, match="another conversation"):
+        await rig.announce(engine, announcement("q1", 1, conversation=key("other")))
+
+
+async def test_a_new_incarnation_makes_older_locations_vanish_at_once(rig: Rig) -> None:
+    old = await rig.engine()
+    await rig.retain(old, "q1")
+    new = await rig.engine()
+    assert new.engine_epoch > old.engine_epoch
+    assert await rig.lookup() in (m.MissReason.ENGINE_GONE, m.MissReason.UNKNOWN_CONVERSATION)
+    with pytest.raises(StaleEpochError):
+        await rig.announce(old, announcement("q2", 99))
+    await rig.clock.advance(0.5)
+    assert (await rig.plane.locations.list(after=b"", limit=10, tenant_id="", engine_id=""))[0] == []
+
+
+async def test_a_lost_lease_makes_locations_vanish(rig: Rig) -> None:
+    engine = await rig.engine()
+    await rig.retain(engine, "q1")
+    await rig.clock.advance(10)
+    assert await rig.lookup() in (m.MissReason.ENGINE_GONE, m.MissReason.UNKNOWN_CONVERSATION)
+    with pytest.raises(UnknownEngineError):
+        await rig.announce(engine, announcement("q2", 99))
+    with pytest.raises(UnknownEngineError):
+        await rig.plane.engines.renew("d", engine.engine_epoch)
+
+
+async def test_epochs_rise_even_when_the_clock_does_not(rig: Rig) -> None:
+    epochs = [(await rig.engine()).engine_epoch for _ in range(5)]
+    assert epochs == sorted(set(epochs))
+
+
+async def test_registering_again_with_the_same_id_is_the_same_incarnation(rig: Rig) -> None:
+    spec = m.EngineSpec("d", m.EngineRole.DECODE)
+    first = await rig.plane.engines.register(spec, "start-1")
+    assert await rig.plane.engines.register(spec, "start-1") == first
+    assert (await rig.plane.engines.register(spec, "start-2")).engine_epoch > first.engine_epoch
+
+
+async def test_a_draining_engine_takes_and_gives_nothing_new(rig: Rig) -> None:
+    engine = await rig.engine()
+    turn = await rig.retain(engine, "q1")
+    await rig.retain(engine, "q2", key("other"))
+    claim = await rig.claim(conversation=key("other"))
+    assert isinstance(claim, m.Claim)
+    assert await rig.plane.engines.drain("d") == 1
+    assert await rig.claim("another") is m.MissReason.ENGINE_DRAINING
+    with pytest.raises(EngineDrainingError):
+        await rig.announce(engine, announcement("q3", turn + 1))
+    assert await rig.plane.releases.finish_claim("claim", "r") is m.ReleaseOutcome.RELEASED
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (key("c", tenant_id="a/b"), key("b/c", tenant_id="a")),
+        (key("c", tenant_id="t1"), key("c", tenant_id="t2")),
+        (key("c", model="m1"), key("c", model="m2")),
+        (key("c", adapter=""), key("c", adapter="lora")),
+        (key("bc", adapter="a"), key("c", adapter="ab")),
+        (key("c\x00"), key("c")),
+    ],
+)
+async def test_keys_that_differ_anywhere_are_separate(
+    rig: Rig, one: m.ConversationKey, other: m.ConversationKey
+) -> None:
+    engine = await rig.engine()
+    await rig.retain(engine, "q1", one)
+    assert await rig.lookup(other) is m.MissReason.UNKNOWN_CONVERSATION
+    assert isinstance(await rig.lookup(one), m.Found)
+
+
+async def test_renewing_sets_the_life_and_never_revives(rig: Rig) -> None:
+    engine = await rig.engine()
+    await rig.retain(engine, "q1", ttl_s=60)
+    holder = m.Holder("d", engine.engine_epoch, "q1")
+    await rig.keep_alive(engine, 50)
+    assert await rig.plane.locations.renew(holder, 100) == 100
+    await rig.keep_alive(engine, 60)
+    assert isinstance(await rig.lookup(), m.Found)
+    rig.clock.jump(0)
+    await rig.keep_alive(engine, 40)
+    assert await rig.plane.locations.renew(holder, 100) is None
+    assert not isinstance(await rig.lookup(), m.Found)
+
+
+async def test_exactly_at_its_deadline_a_location_is_not_renewed(rig: Rig) -> None:
+    engine = await rig.engine()
+    await rig.retain(engine, "q1", ttl_s=9)
+    rig.clock.jump(9)
+    assert await rig.plane.locations.renew(m.Holder("d", engine.engine_epoch, "q1"), 100) is None
+
+
+async def test_a_reannounced_location_waits_for_readers_of_an_earlier_life(rig: Rig) -> None:
+    engine = await rig.engine()
+    turn = await rig.begin("q1")
+    await rig.announce(engine, announcement("q1", turn, reannounced=True))
+    assert await rig.claim() is m.MissReason.QUARANTINED
+    await rig.keep_alive(engine, 39)
+    assert await rig.claim() is m.MissReason.QUARANTINED
+    await rig.keep_alive(engine, 1)
+    assert isinstance(await rig.claim(), m.Claim)
+
+
+async def test_what_is_withdrawn_in_quarantine_is_kept_until_it_is_over(rig: Rig) -> None:
+    engine = await rig.engine()
+    await rig.announce(engine, announcement("q1", await rig.begin("q1"), reannounced=True))
+    holder = m.Holder("d", engine.engine_epoch, "q1")
+    assert await rig.plane.releases.withdraw(holder) is m.ReleaseOutcome.CLAIMED
+    await rig.keep_alive(engine, 39)
+    assert await rig.orders(engine) == {}
+    await rig.keep_alive(engine, 2)
+    assert await rig.orders(engine) == {"q1": m.ReleaseReason.CLAIM_TIMEOUT}
+
+
+async def test_what_is_superseded_in_quarantine_is_kept_until_it_is_over(rig: Rig) -> None:
+    engine = await rig.engine()
+    await rig.announce(engine, announcement("q1", await rig.begin("q1"), reannounced=True))
+    await rig.retain(engine, "q2")
+    assert await rig.orders(engine) == {}
+    await rig.keep_alive(engine, 41)
+    assert await rig.orders(engine) == {"q1": m.ReleaseReason.CLAIM_TIMEOUT}
+
+
+async def test_a_million_invented_ids_leave_a_bounded_record() -> None:
+    async with running(m.Settings(max_conversations=50)) as rig:
+        engine = await rig.engine()
+        for number in range(200):
+            await rig.retain(engine, f"q{number}", key(f"c{number}"))
+        await rig.clock.advance(0.5)
+        found, _, _ = await rig.plane.locations.list(after=b"", limit=1000, tenant_id="", engine_id="")
+        assert {entry.location.key.conversation_id for entry, _ in found} == {
+            f"c{n}" for n in range(150, 200)
+        }
+        orders = await rig.orders(engine)
+        assert orders == {f"q{n}": m.ReleaseReason.CAPACITY for n in range(150)}
+
+
+async def test_ending_a_conversation_frees_it_on_its_engine(rig: Rig) -> None:
+    engine = await rig.engine()
+    await rig.retain(engine, "q1")
+    assert await rig.plane.releases.end_conversation(key()) is m.ReleaseOutcome.RELEASED
+    assert await rig.plane.releases.end_conversation(key()) is m.ReleaseOutcome.NOTHING
+    assert await rig.orders(engine) == {"q1": m.ReleaseReason.CONVERSATION_ENDED}
+
+
+async def test_freed_blocks_leave_nothing_behind(rig: Rig) -> None:
+    engine = await rig.engine()
+    await rig.retain(engine, "q1")
+    await rig.retain(engine, "q2")
+    for request_id in ("q1", "q2"):
+        await rig.plane.releases.freed(m.Holder("d", engine.engine_epoch, request_id))
+    assert await rig.orders(engine) == {}
+    assert await rig.lookup() is m.MissReason.UNKNOWN_CONVERSATION
+    assert (await rig.store.scan(b"x/")).items == ()
+
+
+async def test_freeing_an_older_holder_leaves_the_newer_ones_record(rig: Rig) -> None:
+    """The same block ids may serve another conversation by then: only the holder counts."""
+    engine = await rig.engine()
+    await rig.retain(engine, "q1")
+    await rig.retain(engine, "q2")
+    await rig.plane.releases.freed(m.Holder("d", engine.engine_epoch, "q1"))
+    assert isinstance(await rig.lookup(), m.Found)
+
+
+async def test_listing_pages_over_retained_and_claimed(rig: Rig) -> None:
+    engine = await rig.engine()
+    for number in range(7):
+        await rig.retain(engine, f"q{number}", key(f"c{number}"))
+    await rig.retain(engine, "other", key("c", tenant_id="other"))
+    await rig.claim(conversation=key("c3"))
+    seen, after = list[tuple[str, bool]](), b""
+    while True:
+        page, after, _ = await rig.plane.locations.list(after=after, limit=3, tenant_id="t", engine_id="")
+        seen += [(entry.location.key.conversation_id, claimed) for entry, claimed in page]
+        if not after:
+            break
+    assert seen == [(f"c{n}", False) for n in range(7) if n != 3] + [("c3", True)]

