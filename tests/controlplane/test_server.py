@@ -522,8 +522,8 @@ async def test_grpcurl_needs_nothing_but_the_address(wire: Wire) -> None:
     address = wire.address
     register = "kvplane.v1.EngineService/RegisterEngine"
     registered = json.loads(await grpcurl("-d", json.dumps(spec), address, register))
-    assert int(registered["engineEpoch"]) > 0
-    engine = {"engineId": "d", "engineEpoch": registered["engineEpoch"]}
+    assert int(registered["engine_epoch"]) > 0
+    engine = {"engineId": "d", "engineEpoch": registered["engine_epoch"]}
     key = {"tenantId": "t", "model": "m", "conversationId": "c"}
     for service, method, body in [
         ("EngineService", "RenewEngine", engine),
@@ -531,7 +531,7 @@ async def test_grpcurl_needs_nothing_but_the_address(wire: Wire) -> None:
         ("EngineService", "AttachEngine", {"sequence": 1, "hello": engine}),
         ("LocationService", "BeginTurn", {"key": key, "requestId": "r"}),
         ("LocationService", "LookupLocation", {"key": key}),
-        ("LocationService", "ClaimLocation", {"key": key, "requestId": "r", "owner": "o"}),
+        ("LocationService", "ClaimLocation", {"key": key, "requestId": "r", "owner": "o", "wait": "0s"}),
         ("LocationService", "ReleaseLocation", {"endConversation": {"key": key}}),
         ("LocationService", "ListLocations", {}),
         ("LocationService", "Turns", {"operations": [{"id": 1, "lookup": {"key": key}}]}),

@@ -14,10 +14,9 @@ import structlog
 import uvloop
 
 from kvplane.cli.config import Config
-from kvplane.client.client import ControlPlaneClient
 from kvplane.controlplane.model import Settings
 from kvplane.controlplane.server import AddressInUseError, ControlPlaneServer
-from kvplane.router.app import RouterServer
+from kvplane.router.app import RouterServer, RouterStartError
 from kvplane.router.policy import PathMode, Thresholds
 from kvplane.router.settings import RouterSettings, SettingsError
 from kvplane.store.clock import SystemClock
@@ -38,7 +37,7 @@ def until_signalled(program: Callable[[Config], Awaitable[None]], config: Config
 
     try:
         uvloop.run(runner())
-    except (AddressInUseError, SettingsError, StoreUrlError) as error:
+    except (AddressInUseError, RouterStartError, SettingsError, StoreUrlError) as error:
         raise StartError(str(error)) from None
 
 
@@ -113,14 +112,11 @@ async def _router(config: Config, plane_address: str | None) -> AsyncIterator[in
         turn_wait_s=config.turn_wait,
         drain_timeout_s=config.drain_timeout,
     )
-    plane = ControlPlaneClient(plane_address) if plane_address else None
-    server = RouterServer(settings, plane=plane, owner=f"router-{secrets.token_hex(8)}")
+    server = RouterServer(settings, owner=f"router-{secrets.token_hex(8)}")
     try:
         yield await server.start()
     finally:
         await server.stop()
-        if plane is not None:
-            await plane.aclose()
 
 
 async def serve(config: Config) -> None:

@@ -18,6 +18,8 @@ MAX_VALUE_BYTES = 1_400_000
 """etcd refuses requests above 1.5 MiB (its default); the rest is for keys and framing."""
 MAX_TXN_OPERATIONS = 128
 """etcd's default limit of operations in one transaction; compares count separately, same limit."""
+MAX_TXN_BYTES = 1_500_000
+"""Keys and values of one transaction together (compared keys too): etcd's request limit, less framing."""
 MIN_LEASE_TTL_S = 2
 """etcd turns shorter ones into this."""
 
@@ -131,9 +133,10 @@ class Store(ABC):
     async def transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> Transaction:
         """Write all `operations` if all `compares` hold, atomically, as one revision.
 
-        At most MAX_TXN_OPERATIONS of each, no key written twice (InvalidStoreRequestError). A put on a lease
-        that has ended raises LeaseNotFoundError and writes nothing. Raises StoreFullError where the store
-        refuses writes. On StoreUnavailableError the outcome is unknown: read to find out.
+        At most MAX_TXN_OPERATIONS of each and MAX_TXN_BYTES in all, no key written twice
+        (InvalidStoreRequestError). If the compares hold, a put on a lease that has ended raises
+        LeaseNotFoundError and writes nothing. Changing nothing makes no revision. Raises StoreFullError where
+        the store refuses writes. On StoreUnavailableError the outcome is unknown: read to find out.
         """
 
     @abstractmethod
