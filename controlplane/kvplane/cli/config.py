@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,10 @@ from pydantic_settings import (
 ENV_PREFIX = "KVPLANE_"
 _ENV_OF_OTHERS = frozenset({"KVPLANE_ADDRESS", "KVPLANE_ENDPOINT", "KVPLANE_VLLM_VENV"})
 """Variables of the connector and of the demo's rig."""
+
+
+_SERVICE_LINK = re.compile(r"KVPLANE_(SERVICE_|PORT_\d+_)")
+"""What Kubernetes puts into the environment next to a service called kvplane."""
 
 
 class ConfigError(ValueError):
@@ -139,8 +144,15 @@ def _nearest(name: str, names: list[str]) -> str:
 
 def _check_environment(environment: Mapping[str, str]) -> None:
     known = [f"{ENV_PREFIX}{name.upper()}" for name in Config.model_fields]
-    for name in environment:
-        if name.startswith(ENV_PREFIX) and name not in known and name not in _ENV_OF_OTHERS:
+    for name, value in environment.items():
+        if _SERVICE_LINK.match(name) or not name.startswith(ENV_PREFIX):
+            continue
+        if value.startswith("tcp://"):
+            raise ConfigError(
+                f"environment variable {name}={value} comes from a Kubernetes service of the same name:"
+                " set enableServiceLinks: false in the pod"
+            )
+        if name not in known and name not in _ENV_OF_OTHERS:
             raise ConfigError(f"environment variable {name} is unknown{_nearest(name, known)}")
 
 

@@ -13,7 +13,7 @@ from kvplane.cli.config import Config
 def _flag(name: str, *more: str) -> Any:
     field = Config.model_fields[name]
     default = field.default
-    shown = f" [default: {default}]" if default not in (None, (), False) else ""
+    shown = f" (default: {default})" if default not in (None, (), False) else ""
     return typer.Option(f"--{name.replace('_', '-')}", *more, help=f"{field.description}{shown}")
 
 
@@ -22,7 +22,7 @@ def _switch(name: str) -> Any:
     field = Config.model_fields[name]
     return typer.Option(
         f"--{spelled}/--no-{spelled}",
-        help=f"{field.description} [default: {'yes' if field.default else 'no'}]",
+        help=f"{field.description} (default: {'yes' if field.default else 'no'})",
     )
 
 

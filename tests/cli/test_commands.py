@@ -1,0 +1,82 @@
+"""The commands as processes: they start, serve, drain on SIGTERM, and refuse in one line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import sys
+
+import pytest
+
+from kvplane.client.client import ControlPlaneClient
+from kvplane.client.model import EngineId, EngineRole, EngineSpec
+
+PROGRAM = (sys.executable, "-c", "import sys; from kvplane.cli.main import main; sys.exit(main())")
+
+
+async def start(*arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *PROGRAM, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+
+
+async def event(process: asyncio.subprocess.Process, name: str) -> dict[str, object]:
+    """Read the log up to an event."""
+    assert process.stderr is not None
+    while line := await asyncio.wait_for(process.stderr.readline(), 30):
+        entry: dict[str, object] = json.loads(line)
+        if entry["event"] == name:
+            return entry
+    raise AssertionError(f"the program ended without {name}")
+
+
+async def refused(*arguments: str) -> str:
+    process = await start(*arguments)
+    _, said = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 2
+    assert b"Traceback" not in said
+    return said.decode().splitlines()[-1]
+
+
+async def test_serve_serves_and_stops_on_sigterm() -> None:
+    process = await start("serve", "--grpc-port", "0")
+    port = (await event(process, "control_plane_started"))["port"]
+    async with ControlPlaneClient(f"127.0.0.1:{port}") as client:
+        await client.register_engine(EngineSpec(EngineId("d"), EngineRole.DECODE))
+        assert [engine.spec.engine_id for engine in await client.list_engines()] == ["d"]
+    process.send_signal(signal.SIGTERM)
+    await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 0
+
+
+async def test_up_runs_both_and_stops_on_sigint() -> None:
+    process = await start("up", "--decode", "http://127.0.0.1:9", "--port", "0", "--grpc-port", "0")
+    ready = await event(process, "ready")
+    assert str(ready["http"]).startswith("http://127.0.0.1:")
+    process.send_signal(signal.SIGINT)
+    await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("serve", "--grpc-host", "0.0.0.0"), "--allow-remote"),
+        (("serve", "--store", "redis://x"), "unknown store scheme redis://"),
+        (("up", "--decode", "d:8200", "--grpc-port", "0"), "write it as http://d:8200"),
+        (("route",), "--decode"),
+        (("route", "--decode", "http://d:1", "--path", "fast"), "--path fast"),
+    ],
+)
+async def test_what_cannot_work_is_refused_in_one_line(arguments: tuple[str, ...], said: str) -> None:
+    assert said in await refused(*arguments)
+
+
+async def test_taken_ports_are_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert port in await refused("serve", "--grpc-port", port)
+        said = await refused("up", "--decode", "http://d:1", "--grpc-port", "0", "--port", port)
+        assert port in said
