@@ -1,4 +1,4 @@
-"""`kvplane up` (router and control plane in one process) as a process of the rig."""
+"""kvplane's own commands as programs of the rig: `up`, or `serve` and `route` apart."""
 
 import json
 import os
@@ -9,39 +9,65 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from deploy.rig.process import LOCALHOST, RigError, RigProcess, free_ports
 
+_PROGRAM = (sys.executable, "-c", "import sys; from kvplane.cli.main import main; sys.exit(main())")
 
-class Plane(RigProcess):
-    """Router and control plane for the engines at the given base URLs, on free ports unless given.
 
-    It may be started before the engines: they register with it when they come up.
-    """
+def _engines(prefill_urls: Sequence[str], decode_urls: Sequence[str]) -> list[str]:
+    return [
+        *(argument for url in prefill_urls for argument in ("--prefill", url)),
+        *(argument for url in decode_urls for argument in ("--decode", url)),
+    ]
+
+
+class ControlPlane(RigProcess):
+    """`kvplane serve` on loopback."""
+
+    def __init__(self, *, port: int, log_file: Path, extra: Sequence[str] = ()) -> None:
+        self.address = f"{LOCALHOST}:{port}"
+        super().__init__(
+            "kvplane serve",
+            [*_PROGRAM, "serve", "--grpc-port", str(port), *extra],
+            environment=dict(os.environ),
+            log_file=log_file,
+            ready_url="",
+        )
+
+    def is_ready(self) -> bool:
+        """Whether its health service says SERVING."""
+        with grpc.insecure_channel(self.address) as channel:
+            try:
+                answer = health_pb2_grpc.HealthStub(channel).Check(
+                    health_pb2.HealthCheckRequest(), timeout=2.0
+                )
+            except grpc.RpcError:
+                return False
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+class Router(RigProcess):
+    """A router for the engines at the given base URLs. With `command` "up", the control plane is in it."""
 
     def __init__(
         self,
         *,
         prefill_urls: Sequence[str],
         decode_urls: Sequence[str],
+        port: int,
         log_file: Path,
-        port: int | None = None,
-        grpc_port: int | None = None,
         extra: Sequence[str] = (),
+        command: str = "route",
     ) -> None:
-        free = free_ports(2)
-        self.port = free[0] if port is None else port
-        self.grpc_port = free[1] if grpc_port is None else grpc_port
-        self.url = f"http://{LOCALHOST}:{self.port}"
-        self.grpc_address = f"{LOCALHOST}:{self.grpc_port}"
-        engines = [
-            *(argument for url in prefill_urls for argument in ("--prefill", url)),
-            *(argument for url in decode_urls for argument in ("--decode", url)),
-        ]
-        ports = ["--port", str(self.port), "--grpc-port", str(self.grpc_port)]
-        program = "import sys; from kvplane.cli.main import main; sys.exit(main())"
+        self.port = port
+        self.url = f"http://{LOCALHOST}:{port}"
+        engines = _engines(prefill_urls, decode_urls)
         super().__init__(
-            "kvplane up",
-            [sys.executable, "-c", program, "up", *engines, *ports, *extra],
+            f"kvplane {command}",
+            [*_PROGRAM, command, *engines, "--port", str(port), *extra],
             environment=dict(os.environ),
             log_file=log_file,
             ready_url=f"{self.url}/health",
@@ -70,3 +96,32 @@ class Plane(RigProcess):
             return [f"no answer: {error}"]
         found: list[str] = page["problems"]
         return found if found or page["ready"] else ["not ready"]
+
+
+class Plane(Router):
+    """`kvplane up`: router and control plane in one process, on free ports unless given.
+
+    It may be started before the engines: they register with it when they come up.
+    """
+
+    def __init__(
+        self,
+        *,
+        prefill_urls: Sequence[str],
+        decode_urls: Sequence[str],
+        log_file: Path,
+        port: int | None = None,
+        grpc_port: int | None = None,
+        extra: Sequence[str] = (),
+    ) -> None:
+        free = free_ports(2)
+        self.grpc_port = free[1] if grpc_port is None else grpc_port
+        self.grpc_address = f"{LOCALHOST}:{self.grpc_port}"
+        super().__init__(
+            prefill_urls=prefill_urls,
+            decode_urls=decode_urls,
+            port=free[0] if port is None else port,
+            log_file=log_file,
+            extra=["--grpc-port", str(self.grpc_port), *extra],
+            command="up",
+        )

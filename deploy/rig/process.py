@@ -102,14 +102,18 @@ class RigProcess:
                 start_new_session=True,  # a Ctrl-C at the terminal reaches us only; we stop it in order
             )
 
+    def is_ready(self) -> bool:
+        """Whether the program answers its health URL now."""
+        return answers(self._ready_url)
+
     def wait_ready(self, timeout: float = 300.0, progress: Progress | None = None) -> None:
-        """Block until the program answers its health URL.
+        """Block until the program is ready.
 
         `timeout` is in seconds. Raises RigError, with the tail of the log, when the program ends before it is
         ready or is not ready in time (it is then killed).
         """
         begin = time.monotonic()
-        while not answers(self._ready_url):
+        while not self.is_ready():
             waited = time.monotonic() - begin
             if self._guard is None or self._guard.poll() is not None:
                 code = None if self._guard is None else self._guard.returncode

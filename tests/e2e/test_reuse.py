@@ -1,0 +1,113 @@
+"""Real conversations on real vLLM: what is reused is right, streamed or not, whatever the client changed.
+
+float32 on both engines, so that reuse and recomputation give the same tokens bit for bit. The reference is the
+same prompt without a conversation id, which nothing is reused for.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from deploy.rig.stack import Stack
+from tests.e2e.conftest import StartStack
+from tests.e2e.talk import EDITS, Answer, Messages, assistant, edited, say, user
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def exact(start_stack: StartStack) -> Stack:
+    return start_stack(dtype="float32")
+
+
+def history(stack: Stack, conversation_id: str, *, first_words: int = 120, turns: int = 2) -> Messages:
+    """Play some turns of a conversation and return its messages."""
+    messages = Messages()
+    for turn in range(turns):
+        messages.append(user(first_words if turn == 0 else 25, f"{conversation_id}/{turn}"))
+        answer = say(stack.url, messages, conversation_id)
+        assert answer.status == 200, answer.body
+        messages.append(assistant(answer.text))
+    return messages
+
+
+def reference(stack: Stack, messages: Messages) -> Answer:
+    """The same prompt, with nothing reused."""
+    answer = say(stack.url, messages, None, path="cold")
+    assert (answer.status, answer.path, answer.reason) == (200, "cold", "no_conversation_id")
+    return answer
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])
+@pytest.mark.parametrize("path", ["pull", "direct"])
+def test_an_unchanged_history_is_reused_and_right(exact: Stack, path: str, stream: bool) -> None:
+    conversation_id = f"same-{path}-{stream}"
+    messages = history(exact, conversation_id)
+    messages.append(user(20, "next"))
+    reused = say(exact.url, messages, conversation_id, path=path, stream=stream)
+    expected = reference(exact, messages)
+    assert reused.path == path, reused.reason
+    assert reused.tokens == expected.tokens
+    assert len(reused.tokens) == 16
+    prompt = reused.usage["prompt_tokens"]
+    if path == "pull":
+        assert reused.reused_tokens is not None
+        assert reused.reused_tokens > prompt // 2
+    elif not stream:
+        assert reused.cached_tokens > prompt // 2
+
+
+def test_different_contexts_give_different_tokens(exact: Stack) -> None:
+    """Or equal tokens would prove nothing."""
+    seen = {reference(exact, [user(40, f"context{number}")]).tokens for number in range(6)}
+    assert len(seen) == 6
+
+
+def test_fifty_edited_histories_give_the_tokens_of_recomputing(exact: Stack) -> None:
+    rng = random.Random(20261129)
+    pulled = nothing = 0
+    for number in range(50):
+        kind = EDITS[number % len(EDITS)]
+        conversation_id = f"edited-{number}"
+        messages = history(exact, conversation_id)
+        messages.append(user(20, f"next-{number}"))
+        changed = edited(messages, kind, rng)
+        reused = say(exact.url, changed, conversation_id, path="direct" if number % 5 == 4 else "pull")
+        expected = reference(exact, changed)
+        assert reused.status == 200, reused.body
+        assert reused.tokens == expected.tokens, f"{number}: {kind}, served {reused.path} ({reused.reason})"
+        if reused.path == "pull":
+            pulled += bool(reused.reused_tokens)
+            nothing += not reused.reused_tokens
+    assert pulled >= 10, "edits late in the history leave a prefix to reuse"
+    assert nothing >= 5, "edits of the first words leave none"
+
+
+def test_two_hundred_turns_sent_the_moment_the_last_stream_ends(exact: Stack) -> None:
+    reused, reasons = 0, list[str]()
+    for conversation in range(10):
+        conversation_id = f"hasty-{conversation}"
+        path = "pull" if conversation % 2 else None
+        messages: Messages = [user(150, conversation_id)]
+        for turn in range(21):
+            answer = say(exact.url, messages, conversation_id, path=path, stream=True, max_tokens=8)
+            assert answer.status == 200, answer.body
+            if turn:
+                hit = answer.path == "direct" or (answer.path == "pull" and bool(answer.reused_tokens))
+                reused += hit
+                reasons += [] if hit else [f"{answer.path}: {answer.reason}"]
+            messages += [assistant(answer.text), user(6, f"{conversation_id}/{turn}")]
+    assert reused >= 199, reasons
+
+
+def test_nothing_internal_reaches_the_client(exact: Stack) -> None:
+    messages = history(exact, "internal")
+    messages.append(user(10, "next"))
+    for path in ("cold", "pull", "direct"):
+        for stream in (False, True):
+            answer = say(exact.url, messages, "internal", path=path, stream=stream)
+            assert answer.status == 200
+            assert b"kv_transfer_params" not in answer.body.replace(b'"kv_transfer_params":null', b"")
+            assert b"remote_host" not in answer.body
