@@ -1,0 +1,299 @@
+"""The HTTP server: routes, start, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import uuid
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+import structlog
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from kvplane.client.client import ControlPlaneClient
+from kvplane.router import openai
+from kvplane.router.metrics import RouterMetrics
+from kvplane.router.plane import Plane, PlaneClient
+from kvplane.router.pool import Engine, EnginePool
+from kvplane.router.serving import TurnServer
+from kvplane.router.settings import RouterSettings, SettingsError
+from kvplane.router.turn import Turn
+from kvplane.router.upstream import Upstream, client_headers
+
+log = structlog.get_logger("kvplane.router")
+
+GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions")
+_KEEPALIVE_S = 4.0
+"""vLLM closes idle connections after 5 s; one that closes as we write costs a retry."""
+
+
+class RouterStartError(SettingsError):
+    """The router cannot start; the text is one line that says what to do."""
+
+
+class RouterServer:
+    """A router. `async with` starts it and drains it at the end.
+
+    `plane` is used and left open; without one a client of `settings.plane_address` is made and closed.
+    `owner` is the name under which it claims, unique among routers; `monotonic` reads seconds.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        *,
+        registry: CollectorRegistry | None = None,
+        plane: PlaneClient | None = None,
+        owner: str = "",
+        monotonic: Callable[[], float] | None = None,
+    ) -> None:
+        self.settings = settings
+        self.metrics = RouterMetrics(registry or CollectorRegistry())
+        self._plane_client = plane
+        self._own_client: ControlPlaneClient | None = None
+        self._owner = owner or f"router-{uuid.uuid4().hex}"
+        self._monotonic = monotonic
+        self._plane: Plane | None = None
+        self._runner: web.AppRunner | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._draining = False
+        self._pool: EnginePool
+        self._turns: TurnServer
+        self.port = 0
+        """The port it listens on, once started."""
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    @property
+    def pool(self) -> EnginePool:
+        """The engines, once started."""
+        return self._pool
+
+    async def start(self) -> int:
+        """Look at engines and control plane once, then listen; returns the port. Raises RouterStartError."""
+        settings = self.settings
+        monotonic = self._monotonic or asyncio.get_running_loop().time
+        self._session = session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=settings.connect_timeout_s, sock_read=settings.idle_timeout_s
+            ),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            # A chunk of a stream is never larger than this before it is passed on.
+            read_bufsize=1 << 18,
+        )
+        self._pool = EnginePool(
+            session,
+            prefill_urls=settings.prefill_urls,
+            decode_urls=settings.decode_urls,
+            probe_interval_s=settings.probe_interval_s,
+            monotonic=monotonic,
+        )
+        client = self._plane_client
+        if client is None and settings.plane_address is not None:
+            client = self._own_client = ControlPlaneClient(settings.plane_address)
+        if client is not None:
+            self._plane = Plane(
+                client,
+                owner=self._owner,
+                timeout_s=settings.plane_timeout_s,
+                wait_s=settings.turn_wait_s,
+                poll_interval_s=settings.poll_interval_s,
+                metrics=self.metrics,
+                monotonic=monotonic,
+            )
+            engines = await self._plane.poll()
+            if engines is not None:
+                self._pool.merge(engines)
+            self._tasks.append(asyncio.create_task(self._plane.run(self._pool.merge), name="plane poll"))
+        await self._pool.probe_all()
+        self._tasks.append(asyncio.create_task(self._pool.run(), name="engine probes"))
+        self._turns = TurnServer(
+            settings,
+            pool=self._pool,
+            upstream=Upstream(
+                session,
+                self._pool,
+                prefill_timeout_s=settings.prefill_timeout_s,
+                first_byte_timeout_s=settings.first_byte_timeout_s,
+            ),
+            plane=self._plane,
+            metrics=self.metrics,
+            monotonic=monotonic,
+        )
+        await self._listen()
+        return self.port
+
+    async def _listen(self) -> None:
+        settings = self.settings
+        app = web.Application(client_max_size=settings.max_body_bytes)
+        for path in GENERATION_PATHS:
+            app.router.add_post(path, self._generate)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/ready", self._ready)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_route("*", "/{path:.*}", self._unknown)
+        # A client that goes away cancels its handler, and with it the legs.
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=settings.drain_timeout_s,
+        )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, settings.host, settings.port, backlog=1024)
+        try:
+            await site.start()
+        except OSError as error:
+            where = f"{settings.host}:{settings.port}"
+            if error.errno == errno.EADDRINUSE:
+                raise RouterStartError(
+                    f"port {settings.port} on {settings.host} is taken: choose another with --port"
+                ) from error
+            raise RouterStartError(f"cannot listen on {where}: {error.strerror or error}") from error
+        self.port = self._runner.addresses[0][1]
+        log.info("router_started", host=settings.host, port=self.port, path=str(settings.path))
+
+    async def stop(self) -> None:
+        """Stop accepting, let requests under way finish within `drain_timeout_s`, then close. Idempotent."""
+        self._draining = True
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        if self._plane is not None:
+            await self._plane.aclose()
+            self._plane = None
+        if self._own_client is not None:
+            await self._own_client.aclose()
+            self._own_client = None
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    # Routes
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        turn = Turn(request, request.path, _request_id(request), asyncio.get_running_loop().time())
+        return await self._turns.serve(turn)
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        pool, tried = self._pool, set[Engine]()
+        while engine := pool.choose(pool.decode_engines() or pool.prefill_engines(), exclude=tried):
+            tried.add(engine)
+            try:
+                async with (
+                    asyncio.timeout(5.0),
+                    self._require_session().get(
+                        engine.at("/v1/models"), headers=_authorization(request)
+                    ) as response,
+                ):
+                    body = await response.read()
+                    headers = client_headers(response.headers)
+                    return web.Response(body=body, status=response.status, headers=headers)
+            except (TimeoutError, aiohttp.ClientError, OSError) as error:
+                log.warning("models_not_answered", engine=engine.url, problem=str(error))
+        return _error("No engine can be reached.", 503, {"Retry-After": "1"})
+
+    def _require_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise RuntimeError("the router is closed")
+        return self._session
+
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"status": "draining" if self._draining else "ok"})
+
+    async def _ready(self, request: web.Request) -> web.StreamResponse:
+        prefill = [e for e in self._pool.engines if e.prefill]
+        decode = [e for e in self._pool.engines if e.decode]
+        plane = "none" if self._plane is None else "up" if self._plane.available else "unavailable"
+        problems = [f"{e.url} does not answer" for e in self._pool.engines if not e.up]
+        if not decode:
+            problems.append("no decode engine is known: give --decode, or wait until one registers")
+        if not any(e.up for e in prefill):
+            problems.append("no prefill engine answers: decode engines compute prompts themselves")
+        if plane == "unavailable":
+            problems.append("the control plane does not answer: nothing is reused")
+        if mismatch := self._pool.mismatch():
+            problems.append(mismatch)
+        ready = any(e.up and not e.draining for e in decode) and not self._draining
+        detail = {
+            "ready": ready,
+            "draining": self._draining,
+            "prefill": {e.url: "up" if e.up else "down" for e in prefill},
+            "decode": {e.url: "up" if e.up else "down" for e in decode},
+            "control_plane": plane,
+            "problems": problems,
+        }
+        return web.json_response(detail, status=200 if ready else 503)
+
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        for role in ("prefill", "decode"):
+            up = sum(e.up and getattr(e, role) for e in self._pool.engines)
+            self.metrics.engines_up.labels(role).set(up)
+        body = generate_latest(self.metrics.registry)
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _unknown(self, request: web.Request) -> web.StreamResponse:
+        known = request.path in (*GENERATION_PATHS, "/v1/models", "/health", "/ready", "/metrics")
+        if known:
+            return _error(f"{request.method} is not allowed on {request.path}.", 405)
+        return _error(f"There is no {request.path} here.", 404, {"x-request-id": _request_id(request)})
+
+
+def _error(message: str, status: int, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(
+        body=openai.error_body(message, status),
+        status=status,
+        headers={"Content-Type": "application/json", **(headers or {})},
+    )
+
+
+def _authorization(request: web.Request) -> dict[str, str]:
+    value = request.headers.get("Authorization")
+    return {"Authorization": value} if value is not None else {}
+
+
+def _request_id(request: web.Request) -> str:
+    """Return the client's request id if it is harmless, else a new one."""
+    given = request.headers.get("x-request-id", "")
+    if 0 < len(given) <= 128 and given.isascii() and given.isprintable():
+        return given
+    return uuid.uuid4().hex
+
+
+async def serve_router(
+    settings: RouterSettings,
+    *,
+    stop: asyncio.Event,
+    registry: CollectorRegistry | None = None,
+    plane: PlaneClient | None = None,
+    started: Callable[[int], None] | None = None,
+) -> None:
+    """Serve until `stop` is set, then drain. Calls `started` with the port. Raises RouterStartError."""
+    async with RouterServer(settings, registry=registry, plane=plane) as router:
+        if started is not None:
+            started(router.port)
+        await stop.wait()

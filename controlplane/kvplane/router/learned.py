@@ -1,0 +1,150 @@
+"""What the router learns from the answers it sees: sizes of prompts, rates of engines. Bounded memory."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvplane.client.model import ConversationKey
+from kvplane.router.openai import PromptText
+from kvplane.router.policy import Rates
+
+K = TypeVar("K")
+
+DEFAULT_CHARACTERS_PER_TOKEN = 4.0
+_MIN_RATIO, _MAX_RATIO = 0.25, 16.0
+_MIN_SAMPLES = 3
+_WEIGHT = 0.2
+_MIN_TOKENS = 256
+"""Shorter work says more about overheads than about rates."""
+
+
+class Average:
+    """An exponentially weighted average that is unknown before a few samples."""
+
+    __slots__ = ("_count", "_value")
+
+    def __init__(self) -> None:
+        self._value = 0.0
+        self._count = 0
+
+    def add(self, sample: float) -> None:
+        """Take a sample."""
+        self._count += 1
+        weight = max(_WEIGHT, 1 / self._count)
+        self._value += (sample - self._value) * weight
+
+    @property
+    def value(self) -> float | None:
+        """The average, None while unknown."""
+        return self._value if self._count >= _MIN_SAMPLES else None
+
+    @property
+    def value_or_last(self) -> float | None:
+        """The average from the first sample on."""
+        return self._value if self._count else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Remembered:
+    parts: int
+    digest: int
+    prompt_characters: int
+    ratio: float | None
+
+
+class Memory:
+    """Remembers of each recent conversation how its prompt began and how many characters a token has there.
+
+    Losing it costs estimates, never correctness. At most `capacity` conversations.
+    """
+
+    def __init__(self, capacity: int = 10_000) -> None:
+        self._capacity = capacity
+        self._conversations: OrderedDict[ConversationKey, _Remembered] = OrderedDict()
+        self._models: OrderedDict[str, Average] = OrderedDict()
+
+    def estimate(self, key: ConversationKey, text: PromptText) -> int:
+        """Return how many tokens a prompt has."""
+        if text.tokens is not None:
+            return text.tokens
+        known = self._conversations.get(key)
+        ratio = known.ratio if known is not None else None
+        if ratio is None:
+            model = self._models.get(key.model)
+            ratio = (model.value_or_last if model is not None else None) or DEFAULT_CHARACTERS_PER_TOKEN
+        return int(text.characters / ratio)
+
+    def history_changed(self, key: ConversationKey, text: PromptText) -> bool:
+        """Tell whether a prompt is known not to begin with the conversation's last one."""
+        known = self._conversations.get(key)
+        if known is None:
+            return False
+        if text.prompt is not None:
+            return hash(text.prompt[: known.prompt_characters]) != known.digest
+        return hash(text.parts[: known.parts]) != known.digest
+
+    def remember(self, key: ConversationKey, text: PromptText, tokens: int | None) -> None:
+        """Keep what a turn's prompt was; `tokens` is its true length where an engine told it."""
+        known = self._conversations.pop(key, None)
+        ratio = known.ratio if known is not None else None
+        if tokens and text.tokens is None:
+            ratio = min(_MAX_RATIO, max(_MIN_RATIO, text.characters / tokens))
+            model = self._models.pop(key.model, None) or Average()
+            model.add(ratio)
+            self._models[key.model] = model
+        digest = hash(text.prompt) if text.prompt is not None else hash(text.parts)
+        self._conversations[key] = _Remembered(len(text.parts), digest, len(text.prompt or ""), ratio)
+        while len(self._conversations) > self._capacity:
+            self._conversations.popitem(last=False)
+        while len(self._models) > 1000:
+            self._models.popitem(last=False)
+
+    def __len__(self) -> int:
+        return len(self._conversations)
+
+
+class RateBook:
+    """Learned rates: prompts computed per engine, KV moved per pair of engines. Bounded by the fleet's size.
+
+    Entries of engines that went away stay until `capacity` is reached; the oldest go first.
+    """
+
+    def __init__(self, capacity: int = 1000) -> None:
+        self._capacity = capacity
+        self._compute: OrderedDict[str, Average] = OrderedDict()
+        self._transfer: OrderedDict[tuple[str, str], Average] = OrderedDict()
+
+    def rates(self, prefill_url: str | None, decode_url: str | None) -> Rates:
+        """Return what is known of a pair."""
+        return Rates(
+            prefill=_value(self._compute.get(prefill_url or "")),
+            decode_prefill=_value(self._compute.get(decode_url or "")),
+            transfer=_value(self._transfer.get((decode_url or "", prefill_url or ""))),
+        )
+
+    def computed(self, url: str, tokens: int, seconds: float) -> None:
+        """An engine computed so many tokens of a prompt, its queue included."""
+        if tokens >= _MIN_TOKENS and seconds > 0:
+            self._add(self._compute, url, tokens / seconds)
+
+    def pulled(self, decode_url: str, prefill_url: str, pulled: int, computed: int, seconds: float) -> None:
+        """A prefill engine pulled so many tokens and computed so many."""
+        rate = _value(self._compute.get(prefill_url))
+        if pulled < _MIN_TOKENS or not rate:
+            return
+        moving = seconds - computed / rate
+        if moving > 0:
+            self._add(self._transfer, (decode_url, prefill_url), pulled / moving)
+
+    def _add(self, book: OrderedDict[K, Average], key: K, sample: float) -> None:
+        average = book.pop(key, None) or Average()
+        average.add(sample)
+        book[key] = average
+        while len(book) > self._capacity:
+            book.popitem(last=False)
+
+
+def _value(average: Average | None) -> float | None:
+    return average.value if average is not None else None

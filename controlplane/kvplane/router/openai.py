@@ -1,0 +1,192 @@
+"""What the router reads and writes of the OpenAI schema. Everything else passes through."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvplane.router.identity import OWN_FIELDS
+
+Body = dict[str, Any]
+
+DIRECT_PARAMS: Mapping[str, Any] = {"do_remote_prefill": False, "do_remote_decode": False}
+"""Tells a decode engine to compute the prompt itself."""
+COLD_PARAMS: Mapping[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""Tells a prefill engine that another engine will read what it computes."""
+
+_CAPPED = ("max_tokens", "max_completion_tokens")
+_NOT_FOR_PREFILL = ("stream_options", "min_tokens", "best_of")
+
+
+class BadRequestError(ValueError):
+    """The body cannot be used; `param` names the field, if it is one."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def parse_body(raw: bytes) -> Body:
+    """Return the request as a dict. Raises BadRequestError."""
+    try:
+        body = json.loads(raw)
+    except RecursionError:
+        raise BadRequestError("The request body is nested too deeply.") from None
+    except UnicodeDecodeError:
+        raise BadRequestError("The request body is not valid UTF-8.") from None
+    except ValueError as error:
+        raise BadRequestError(f"The request body is not valid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise BadRequestError("The request body must be a JSON object.")
+    return body
+
+
+def dump(value: object) -> bytes:
+    """Return JSON as bytes, without spaces."""
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def error_body(message: str, status: int, *, param: str | None = None, kind: str | None = None) -> bytes:
+    """Return an error as OpenAI and vLLM write them."""
+    if kind is None:
+        kind = {404: "NotFoundError", 413: "BadRequestError", 400: "BadRequestError"}.get(
+            status, "ServiceUnavailableError" if status == 503 else "InternalServerError"
+        )
+    return dump({"error": {"message": message, "type": kind, "param": param, "code": status}})
+
+
+def prefill_body(body: Body, params: Mapping[str, Any]) -> Body:
+    """Return the body of the prefill leg: one token, one choice, no stream."""
+    leg = {name: value for name, value in body.items() if name not in OWN_FIELDS}
+    for name in _NOT_FOR_PREFILL:
+        leg.pop(name, None)
+    capped = [name for name in _CAPPED if name in leg] or ["max_tokens"]
+    leg.update(dict.fromkeys(capped, 1))
+    leg["stream"] = False
+    if "n" in leg:
+        leg["n"] = 1
+    leg["kv_transfer_params"] = dict(params)
+    return leg
+
+
+def decode_body(body: Body, params: Mapping[str, Any] | None) -> Body:
+    """Return the body of the decode leg: the client's own, with our params in place of any of its own."""
+    leg = {name: value for name, value in body.items() if name not in OWN_FIELDS}
+    leg.pop("kv_transfer_params", None)
+    if params is not None:
+        leg["kv_transfer_params"] = dict(params)
+    return leg
+
+
+def _above_one(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 1
+
+
+def decode_only_reason(body: Body) -> str | None:
+    """Return why a request cannot be split between engines, None if it can.
+
+    Several sequences would each read the prefill engine's blocks, which are freed after the first read;
+    logprobs of the prompt need the whole prompt computed where they are returned.
+    """
+    if _above_one(body.get("n")) or _above_one(body.get("best_of")) or body.get("use_beam_search"):
+        return "several_choices"
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        return "several_prompts"
+    if body.get("prompt_logprobs") is not None:
+        return "prompt_logprobs"
+    if body.get("echo") and (body.get("logprobs") or body.get("prompt") is not None):
+        return "echo"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptText:
+    """A prompt's measure: parts in order (a message each), their sizes in characters, and other text."""
+
+    parts: tuple[tuple[int, int], ...]
+    """(hash, characters) per message; hashes hold within this process only."""
+    overhead: int
+    tokens: int | None = None
+    """Exact length where the client sent token ids."""
+    prompt: str | None = None
+    """The whole prompt where it is plain text."""
+
+    @property
+    def characters(self) -> int:
+        """Characters of everything that goes into the prompt."""
+        return self.overhead + len(self.prompt or "") + sum(size for _, size in self.parts)
+
+
+NO_TEXT = PromptText((), 0)
+"""The measure of nothing."""
+_MESSAGE_OVERHEAD = 16
+"""Characters that stand for the template's markup around one message."""
+
+
+def prompt_text(body: Body) -> PromptText:
+    """Measure a prompt. Cost: linear in the number of messages, and in characters where they are hashed."""
+    messages = body.get("messages")
+    if isinstance(messages, list):
+        tools = body.get("tools")
+        overhead = len(json.dumps(tools)) if tools else 0
+        return PromptText(tuple(_message(message) for message in messages), overhead)
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        return PromptText((), 0, prompt=prompt)
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+        return PromptText((), 0, tokens=len(prompt))
+    return NO_TEXT
+
+
+def _message(message: object) -> tuple[int, int]:
+    if not isinstance(message, dict):
+        return 0, 0
+    content = message.get("content")
+    if isinstance(content, str) and not message.get("tool_calls"):
+        return hash((message.get("role"), content)), len(content) + _MESSAGE_OVERHEAD
+    text = json.dumps(message, sort_keys=True)
+    size = len(text)
+    if isinstance(content, list):
+        # The base64 of an image says nothing about its tokens.
+        size = sum(
+            len(part["text"]) if isinstance(part, dict) and isinstance(part.get("text"), str) else 1024
+            for part in content
+        )
+    return hash(text), size + _MESSAGE_OVERHEAD
+
+
+def cached_tokens(answer: Body) -> int | None:
+    """Return usage.prompt_tokens_details.cached_tokens of an answer, None if it does not say."""
+    usage = answer.get("usage")
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    value = details.get("cached_tokens") if isinstance(details, dict) else None
+    return value if isinstance(value, int) else None
+
+
+def prompt_tokens(answer: Body) -> int | None:
+    """Return usage.prompt_tokens of an answer, None if it does not say."""
+    usage = answer.get("usage")
+    value = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    return value if isinstance(value, int) else None
+
+
+def set_cached_tokens(answer: Body, tokens: int | None) -> None:
+    """Put what the prefill leg found cached into an answer; None takes a number off that would be wrong."""
+    usage = answer.get("usage")
+    if not isinstance(usage, dict):
+        return
+    details = usage.get("prompt_tokens_details")
+    if tokens is not None:
+        usage["prompt_tokens_details"] = {**(details or {}), "cached_tokens": tokens}
+    elif isinstance(details, dict):
+        details.pop("cached_tokens", None)

@@ -1,0 +1,239 @@
+"""The control plane as a request sees it: quick, or not there. Never raises into a request."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+import structlog
+
+from kvplane.client.errors import ControlPlaneError, InvalidFieldError, LimitExceededError
+from kvplane.client.model import (
+    BegunTurn,
+    Claim,
+    ConversationKey,
+    Engine,
+    Location,
+    MissReason,
+    ReleaseOutcome,
+)
+from kvplane.router.metrics import RouterMetrics
+
+log = structlog.get_logger("kvplane.router")
+T = TypeVar("T")
+
+_FAILURES_TO_OPEN = 2
+_MIN_HOLD_S, _MAX_HOLD_S = 0.5, 10.0
+
+
+class PlaneClient(Protocol):
+    """What the router uses of kvplane.client.ControlPlaneClient."""
+
+    async def list_engines(self) -> list[Engine]:
+        """See ControlPlaneClient."""
+
+    async def lookup_location(
+        self, key: ConversationKey, *, timeout_s: float | None = None
+    ) -> Location | MissReason:
+        """See ControlPlaneClient."""
+
+    async def begin_turn(
+        self,
+        key: ConversationKey,
+        request_id: str,
+        *,
+        wait_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> BegunTurn:
+        """See ControlPlaneClient."""
+
+    async def claim_location(
+        self,
+        key: ConversationKey,
+        request_id: str,
+        owner: str,
+        *,
+        reader_engine_id: str = "",
+        turn: int = 0,
+        wait_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> Claim | MissReason:
+        """See ControlPlaneClient."""
+
+    async def finish_claim(self, claim_id: str, owner: str) -> ReleaseOutcome:
+        """See ControlPlaneClient."""
+
+
+class Plane:
+    """Wraps a client with deadlines and a circuit breaker; an answer of None means unavailable.
+
+    While the breaker is open no request waits for anything; `run` polls the registry and closes it again.
+    `owner` is the name under which it claims.
+    """
+
+    def __init__(
+        self,
+        client: PlaneClient,
+        *,
+        owner: str,
+        timeout_s: float,
+        wait_s: float,
+        poll_interval_s: float,
+        metrics: RouterMetrics,
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._client = client
+        self._timeout_s = timeout_s
+        self._wait_s = wait_s
+        self._poll_interval_s = poll_interval_s
+        self._metrics = metrics
+        self._monotonic = monotonic
+        self._owner = owner
+        self._open = False
+        self._failures = 0
+        self._hold_s = _MIN_HOLD_S
+        self._hold_until = 0.0
+        self._background: set[asyncio.Task[Any]] = set()
+
+    @property
+    def available(self) -> bool:
+        """False while the breaker is open."""
+        return not self._open
+
+    async def begin_turn(self, key: ConversationKey) -> BegunTurn | None:
+        """Number a turn and learn what is known."""
+        call = self._client.begin_turn
+        return await self._ask(
+            "begin_turn",
+            lambda: call(
+                key, uuid.uuid4().hex, wait_s=self._wait_s, timeout_s=self._timeout_s + self._wait_s
+            ),
+        )
+
+    async def lookup(self, key: ConversationKey) -> Location | MissReason | None:
+        """Learn what is known without beginning a turn."""
+        return await self._ask(
+            "lookup_location", lambda: self._client.lookup_location(key, timeout_s=self._timeout_s)
+        )
+
+    async def claim(
+        self, key: ConversationKey, location: Location, reader_engine_id: str
+    ) -> Claim | MissReason | None:
+        """Claim exactly this location.
+
+        A caller that is cancelled meanwhile, or gets no answer, leaves no claim behind: what may have been
+        granted is finished in the background, since nobody was told of it.
+        """
+        claim_id = uuid.uuid4().hex
+
+        def call() -> Coroutine[Any, Any, Claim | MissReason]:
+            return self._client.claim_location(
+                key,
+                claim_id,
+                self._owner,
+                reader_engine_id=reader_engine_id,
+                turn=location.turn,
+                wait_s=0.0,
+                timeout_s=self._timeout_s,
+            )
+
+        task = self._spawn(self._ask("claim_location", call))
+        try:
+            answer = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(self._finish_unused)
+            raise
+        if answer is None and self.available:
+            self._spawn(self._finish(claim_id))
+        outcome = "won" if isinstance(answer, Claim) else "lost" if answer is not None else "unavailable"
+        self._metrics.claims.labels(outcome).inc()
+        return answer
+
+    def _finish_unused(self, task: asyncio.Task[Claim | MissReason | None]) -> None:
+        if not task.cancelled() and isinstance(claim := task.result(), Claim):
+            self.finish(claim)
+
+    def finish(self, claim: Claim) -> None:
+        """Say in the background that a claim's reader is done or never began."""
+        self._spawn(self._finish(claim.claim_id))
+
+    async def _finish(self, claim_id: str) -> None:
+        await self._ask("finish_claim", lambda: self._client.finish_claim(claim_id, self._owner))
+
+    async def _ask(self, call: str, ask: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
+        if self._open:
+            self._metrics.plane_calls.labels(call, "skipped").inc()
+            return None
+        try:
+            answer = await ask()
+        except (InvalidFieldError, LimitExceededError) as error:
+            log.warning("control_plane_refused", call=call, problem=str(error), reason=error.reason)
+            self._metrics.plane_calls.labels(call, "refused").inc()
+            return None
+        except ControlPlaneError as error:
+            self._metrics.plane_calls.labels(call, "unavailable").inc()
+            self._note_failure(str(error))
+            return None
+        except Exception:
+            # Reuse is an optimization: whatever is wrong with it, the request is served.
+            log.exception("control_plane_call_broke", call=call)
+            self._metrics.plane_calls.labels(call, "broken").inc()
+            return None
+        self._failures = 0
+        self._hold_s = _MIN_HOLD_S
+        self._metrics.plane_calls.labels(call, "ok").inc()
+        return answer
+
+    def _note_failure(self, problem: str) -> None:
+        self._failures += 1
+        if self._open or self._failures < _FAILURES_TO_OPEN:
+            return
+        self._open = True
+        self._metrics.plane_up.set(0)
+        self._hold_until = self._monotonic() + self._hold_s
+        # A plane that answers polls but not requests is asked ever less often.
+        self._hold_s = min(_MAX_HOLD_S, self._hold_s * 2)
+        log.warning("control_plane_unavailable", problem=problem)
+
+    async def poll(self) -> Sequence[Engine] | None:
+        """Ask for the registry once and note whether the plane is there; None if it is not."""
+        try:
+            engines = await self._client.list_engines()
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            self._failures = max(self._failures, _FAILURES_TO_OPEN - 1)
+            self._note_failure(f"{type(error).__name__}: {error}")
+            return None
+        if not self._open:
+            self._metrics.plane_up.set(1)
+        elif self._monotonic() >= self._hold_until:
+            self._open, self._failures = False, 0
+            self._metrics.plane_up.set(1)
+            log.info("control_plane_available")
+        return engines
+
+    async def run(self, on_engines: Callable[[Sequence[Engine]], None]) -> None:
+        """Poll until cancelled."""
+        while True:
+            engines = await self.poll()
+            if engines is not None:
+                on_engines(engines)
+            # Also the way back after an outage, so it must not back off beyond about a second.
+            await asyncio.sleep(self._poll_interval_s if self.available else min(0.5, self._poll_interval_s))
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    async def aclose(self) -> None:
+        """Let background calls end, which have deadlines. Idempotent; the client stays open."""
+        if self._background:
+            await asyncio.wait(self._background, timeout=self._timeout_s * 4)
+        for task in tuple(self._background):
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)

@@ -1,0 +1,309 @@
+"""The engines a router knows: where from, in what state, and which one gets the next request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import aiohttp
+import structlog
+from yarl import URL
+
+from kvplane.client.model import Engine as RegisteredEngine
+from kvplane.client.model import EngineRole, Location
+from kvplane.router.settings import SettingsError, engine_url
+
+log = structlog.get_logger("kvplane.router")
+
+_DOWN_PROBE_S = 0.5
+_PROBE_TIMEOUT_S = 2.0
+_MODELS_EVERY_S = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """An engine by its base URL, with what is known of it at present."""
+
+    url: str
+    prefill: bool
+    decode: bool
+    static: bool
+    up: bool = True
+    """False after a failed connection or probe, until a probe succeeds."""
+    outstanding: int = 0
+    """Requests of this router's that it works on."""
+    waiting: int = 0
+    """Requests it last reported as waiting."""
+    draining: bool = False
+    engine_ids: tuple[str, ...] = ()
+    """As registered; several where data-parallel ranks share the URL."""
+    learned_id: str = ""
+    """From its answers, for engines that register without an endpoint."""
+    verifies: bool | None = None
+    """Whether its connector checks fingerprints; None before an answer has shown it."""
+    models: frozenset[str] = frozenset()
+    """Served models; empty while unknown."""
+    chosen_at: int = 0
+    """Which choice it was last; larger is later."""
+    timeouts: int = 0
+    probing: bool = False
+    probe_at: float = 0.0
+    models_at: float = 0.0
+    _urls: dict[str, URL] = field(default_factory=dict)
+
+    def at(self, path: str) -> URL:
+        """Return the URL of a path on it."""
+        url = self._urls.get(path)
+        if url is None:
+            url = self._urls[path] = URL(self.url + path)
+        return url
+
+
+class EnginePool:
+    """Keeps the engines' state; `run` probes them until cancelled.
+
+    `session` makes the probes, `monotonic` reads seconds.
+    """
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        *,
+        prefill_urls: Sequence[str],
+        decode_urls: Sequence[str],
+        probe_interval_s: float,
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._session = session
+        self._interval_s = probe_interval_s
+        self._monotonic = monotonic
+        self._engines: dict[str, Engine] = {}
+        self._registered: list[RegisteredEngine] = []
+        self._wake = asyncio.Event()
+        self._probes: set[asyncio.Task[None]] = set()
+        self._choices = 0
+        self._warned: frozenset[str] = frozenset()
+        for url in prefill_urls:
+            self._add(url, prefill=True, decode=url in decode_urls, static=True)
+        for url in decode_urls:
+            if url not in self._engines:
+                self._add(url, prefill=False, decode=True, static=True)
+
+    def _add(self, url: str, *, prefill: bool, decode: bool, static: bool) -> Engine:
+        engine = self._engines[url] = Engine(url, prefill, decode, static)
+        self._wake.set()
+        return engine
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """All engines."""
+        return tuple(self._engines.values())
+
+    # What the control plane says
+
+    def merge(self, registered: Sequence[RegisteredEngine]) -> None:
+        """Take over the registry as it is now; engines only known from it go when they are gone there."""
+        self._registered = list(registered)
+        seen: dict[str, list[RegisteredEngine]] = {}
+        for entry in registered:
+            if not entry.spec.endpoint:
+                continue
+            try:
+                seen.setdefault(engine_url(entry.spec.endpoint), []).append(entry)
+            except SettingsError as error:
+                log.warning("engine_endpoint_refused", engine_id=entry.spec.engine_id, problem=str(error))
+        for url, entries in seen.items():
+            roles = {entry.spec.role for entry in entries}
+            engine = self._engines.get(url) or self._add(url, prefill=False, decode=False, static=False)
+            if not engine.static:
+                engine.prefill = bool(roles & {EngineRole.PREFILL, EngineRole.BOTH})
+                engine.decode = bool(roles & {EngineRole.DECODE, EngineRole.BOTH})
+            engine.engine_ids = tuple(entry.spec.engine_id for entry in entries)
+            engine.draining = all(entry.draining for entry in entries)
+            engine.waiting = sum(entry.load.waiting_requests for entry in entries if entry.load is not None)
+            models = frozenset(model for entry in entries for model in entry.spec.served_models)
+            engine.models = models or engine.models
+        for engine in self.engines:
+            if engine.url in seen:
+                continue
+            engine.engine_ids, engine.draining, engine.waiting = (), False, 0
+            if not engine.static:
+                del self._engines[engine.url]
+
+    def holder(self, location: Location) -> Engine | None:
+        """Return the decode engine that holds a location. Only engines of the pool are ever talked to."""
+        try:
+            engine = self._engines.get(engine_url(location.endpoint)) if location.endpoint else None
+        except SettingsError:
+            engine = None
+        if engine is None:
+            engine = next((e for e in self.engines if location.engine_id in e.engine_ids), None)
+        return engine if engine is not None and engine.decode else None
+
+    def engine_id(self, engine: Engine) -> str:
+        """Return the registered id of an engine, "" if it is not known to be registered."""
+        if engine.engine_ids:
+            return engine.engine_ids[0]
+        known = {entry.spec.engine_id for entry in self._registered}
+        return engine.learned_id if engine.learned_id in known else ""
+
+    def shares_endpoint(self, engine: Engine) -> bool:
+        """Tell whether several ranks answer at an engine's URL."""
+        return len(engine.engine_ids) > 1
+
+    def verifies(self, engine: Engine) -> bool:
+        """Tell whether a prefill engine checks what it is told to pull: only our connector does.
+
+        Before its first answer an engine is trusted if it is registered, or if as many prefill engines as
+        there are unknown ones are registered without saying where they are.
+        """
+        if engine.verifies is not None:
+            return engine.verifies
+        if engine.engine_ids:
+            return True
+        unplaced = [
+            entry
+            for entry in self._registered
+            if not entry.spec.endpoint and entry.spec.role is not EngineRole.DECODE
+        ]
+        unknown = [e for e in self.engines if e.prefill and not e.engine_ids and e.verifies is None]
+        return 0 < len(unknown) <= len(unplaced)
+
+    # Choosing
+
+    def prefill_engines(self, model: str = "") -> list[Engine]:
+        """Return the prefill engines that may be asked for a model."""
+        return self._fit((e for e in self.engines if e.prefill), model, strict=True)
+
+    def decode_engines(self, model: str = "") -> list[Engine]:
+        """Return the decode engines to ask for a model; all if none serves it, so that one says so."""
+        return self._fit((e for e in self.engines if e.decode), model, strict=False)
+
+    def _fit(self, engines: Iterable[Engine], model: str, *, strict: bool) -> list[Engine]:
+        candidates = [e for e in engines if not e.draining]
+        if not model:
+            return candidates
+        fit = [e for e in candidates if not e.models or model in e.models]
+        return fit if fit or strict else candidates
+
+    def choose(
+        self, engines: Sequence[Engine], *, exclude: Collection[Engine] = (), prefer: Engine | None = None
+    ) -> Engine | None:
+        """Take the engine with the fewest outstanding requests, in turn among equals.
+
+        An engine that is down is only returned when no other is left: an attempt costs less than a refusal.
+        `prefer` wins while it has at most two requests more than the best.
+        """
+        left = [e for e in engines if e not in exclude]
+        candidates = [e for e in left if e.up] or left
+        if not candidates:
+            return None
+        best = min(candidates, key=lambda e: (e.outstanding, e.chosen_at))
+        if prefer in candidates and prefer is not None and prefer.outstanding <= best.outstanding + 2:
+            best = prefer
+        self._choices += 1
+        best.chosen_at = self._choices
+        return best
+
+    # Health
+
+    def failed(self, engine: Engine, problem: str) -> None:
+        """Take an engine out of rotation at once; a probe, due at once, brings it back."""
+        if engine.up:
+            log.warning("engine_went_down", engine=engine.url, problem=problem)
+        engine.up = False
+        engine.verifies = None
+        engine.probe_at = 0.0
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Probe until cancelled."""
+        try:
+            while True:
+                self._wake.clear()
+                now = self._monotonic()
+                for engine in self.engines:
+                    if not engine.probing and engine.probe_at <= now:
+                        self._spawn(engine)
+                due = min((e.probe_at for e in self.engines if not e.probing), default=now + self._interval_s)
+                try:
+                    async with asyncio.timeout(max(0.01, due - now)):
+                        await self._wake.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            for task in tuple(self._probes):
+                task.cancel()
+            await asyncio.gather(*self._probes, return_exceptions=True)
+
+    async def probe_all(self) -> None:
+        """Probe every engine once, now."""
+        await asyncio.gather(*(self.probe(engine) for engine in self.engines))
+
+    def _spawn(self, engine: Engine) -> None:
+        engine.probing = True
+        task = asyncio.create_task(self.probe(engine), name=f"probe {engine.url}")
+        self._probes.add(task)
+        task.add_done_callback(self._probes.discard)
+
+    async def probe(self, engine: Engine) -> None:
+        """Ask an engine for its health and note the answer. Never raises."""
+        engine.probing = True
+        problem = ""
+        try:
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                async with self._session.get(engine.at("/health")) as response:
+                    if response.status >= 500:
+                        problem = f"GET /health answered {response.status}"
+                engine.timeouts = 0
+        except TimeoutError:
+            # A busy engine may be late once.
+            engine.timeouts += 1
+            problem = "GET /health timed out" if engine.timeouts >= 2 or not engine.up else ""
+        except (aiohttp.ClientError, OSError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        finally:
+            engine.probing = False
+        if problem:
+            if engine.up:
+                log.warning("engine_went_down", engine=engine.url, problem=problem)
+            engine.up, engine.verifies = False, None
+        elif not engine.timeouts and not engine.up:
+            log.info("engine_came_up", engine=engine.url)
+            engine.up, engine.models_at = True, 0.0
+        now = self._monotonic()
+        if engine.up and engine.models_at <= now:
+            engine.models_at = now + _MODELS_EVERY_S
+            await self._ask_models(engine)
+        engine.probe_at = now + (self._interval_s if engine.up else min(_DOWN_PROBE_S, self._interval_s))
+        self._wake.set()
+
+    async def _ask_models(self, engine: Engine) -> None:
+        try:
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                async with self._session.get(engine.at("/v1/models")) as response:
+                    answer = await response.json(content_type=None) if response.status == 200 else {}
+            names = [entry["id"] for entry in answer["data"]]
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError, LookupError, TypeError):
+            return
+        engine.models = frozenset(name for name in names if isinstance(name, str))
+        self._warn()
+
+    def mismatch(self) -> str | None:
+        """Return what is wrong if prefill and decode engines serve no model in common."""
+        prefill = frozenset[str]().union(*(e.models for e in self.engines if e.prefill))
+        decode = frozenset[str]().union(*(e.models for e in self.engines if e.decode))
+        if not prefill or not decode or prefill & decode:
+            return None
+        return (
+            f"prefill engines serve {', '.join(sorted(prefill))}, decode engines serve "
+            f"{', '.join(sorted(decode))}: start both with the same model and --served-model-name"
+        )
+
+    def _warn(self) -> None:
+        problem = self.mismatch()
+        seen = frozenset({problem}) if problem else frozenset[str]()
+        if problem and seen != self._warned:
+            log.warning("engines_serve_different_models", problem=problem)
+        self._warned = seen

@@ -1,0 +1,391 @@
+"""Serving turns: legs in order, failover, and the reply on its way to the client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import structlog
+from aiohttp import web
+
+from kvplane.client.model import Claim
+from kvplane.router import identity, openai
+from kvplane.router.learned import Memory, RateBook
+from kvplane.router.metrics import RouterMetrics
+from kvplane.router.plane import Plane
+from kvplane.router.policy import Path
+from kvplane.router.pool import Engine, EnginePool
+from kvplane.router.settings import RouterSettings
+from kvplane.router.turn import Turn, TurnPlanner
+from kvplane.router.upstream import (
+    EngineAnswer,
+    LegError,
+    LegFailedError,
+    LegTimeoutError,
+    NeverSentError,
+    Prefilled,
+    RefusedError,
+    Upstream,
+    client_headers,
+)
+
+log = structlog.get_logger("kvplane.router")
+
+_PULL_OUTCOMES = frozenset(
+    {"pulled", "mismatch", "local_hit", "below_threshold", "no_fingerprint", "expired", "cold", "failed"}
+)
+
+
+class TurnServer:
+    """Serves turns. Shared by all requests of a router."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        *,
+        pool: EnginePool,
+        upstream: Upstream,
+        plane: Plane | None,
+        metrics: RouterMetrics,
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._settings = settings
+        self._pool = pool
+        self._upstream = upstream
+        self._plane = plane
+        self._metrics = metrics
+        self._monotonic = monotonic
+        self._memory = Memory()
+        self._rates = RateBook()
+        self._planner = TurnPlanner(settings, pool=pool, plane=plane, memory=self._memory, rates=self._rates)
+
+    async def serve(self, turn: Turn) -> web.StreamResponse:
+        """Answer a request, whatever happens."""
+        status = "499"
+        try:
+            response = await self._answer(turn)
+            status = str(response.status)
+            return response
+        except asyncio.CancelledError:
+            self._metrics.disconnects.inc()
+            raise
+        except Exception:
+            status = "500"
+            log.exception("turn_broke", request_id=turn.request_id)
+            if turn.streaming:
+                # Too late for an answer: the connection ends without the stream's last chunk.
+                raise
+            return self._error(turn, f"The router failed; its log has request {turn.request_id}.", 500)
+        finally:
+            self._metrics.requests.labels(turn.path, turn.reason or "none", f"{status[0]}xx").inc()
+            decision = turn.decision
+            log.info(
+                "turn_served",
+                request_id=turn.request_id,
+                conversation=identity.hashed(turn.key.tenant_id, turn.key.conversation_id)
+                if turn.key
+                else None,
+                path=str(turn.path),
+                reason=turn.reason,
+                status=int(status),
+                turn=turn.number,
+                new_tokens=decision.new_tokens if decision else None,
+                expected_reuse=decision.reused_tokens if decision else None,
+                reused_tokens=turn.reused_tokens,
+                costs_s={str(path): round(cost, 4) for path, cost in decision.costs} if decision else {},
+                prefill=turn.prefilled.engine.url if turn.prefilled else None,
+                decode=turn.decoder.url if turn.decoder else None,
+            )
+
+    async def _answer(self, turn: Turn) -> web.StreamResponse:
+        try:
+            mode = await self._planner.read(turn)
+        except openai.BadRequestError as error:
+            return self._error(turn, str(error), 400, param=error.param)
+        except identity.IdentityError as error:
+            return self._error(turn, str(error), 400, param=error.field)
+        except web.HTTPRequestEntityTooLarge:
+            limit = self._settings.max_body_bytes
+            return self._error(turn, f"The request body is larger than {limit} bytes.", 413)
+        except web.RequestPayloadError:
+            return self._error(turn, "The request body cannot be decoded.", 400)
+        await self._planner.decide(turn, mode)
+        try:
+            return await self._run(turn)
+        except RefusedError as refused:
+            log.info("engine_refused", engine=refused.engine.url, status=refused.answer.status)
+            return self._passed_on(turn, refused.answer)
+        except LegTimeoutError as error:
+            log.error("leg_timed_out", engine=error.engine.url, problem=error.problem)
+            return self._error(turn, "An engine did not answer in time.", 504)
+        except LegError as error:
+            return self._gave_up(turn, error)
+
+    # Legs
+
+    async def _run(self, turn: Turn) -> web.StreamResponse:
+        if turn.path is not Path.DIRECT:
+            await self._prefill(turn)
+        tried: set[Engine] = set()
+        retried = False
+        while True:
+            engine = self._decoder(turn, tried)
+            if engine is None:
+                return self._error(turn, "No decode engine can be reached.", 503)
+            turn.decoder = engine
+            try:
+                return await self._decode(turn, engine)
+            except NeverSentError as error:
+                log.warning("decode_unreachable", engine=engine.url, problem=error.problem)
+                self._metrics.retries.labels("decode").inc()
+                tried.add(engine)
+                if turn.path is Path.DIRECT:
+                    turn.went_cold("decode_unreachable")
+                    await self._prefill(turn)
+                # Else what the prefill engine holds has not been read yet and serves the next one.
+            except LegFailedError as error:
+                log.warning("decode_failed", engine=engine.url, problem=error.problem, retried=retried)
+                if retried:
+                    raise
+                retried = True
+                self._metrics.retries.labels("decode").inc()
+                if len(self._pool.decode_engines(turn.model)) > 1:
+                    tried.add(engine)
+                # Whether the engine read anything is unknown, so nothing is used twice.
+                turn.went_cold("decode_failed")
+                await self._prefill(turn)
+
+    def _decoder(self, turn: Turn, tried: set[Engine]) -> Engine | None:
+        if turn.path is Path.DIRECT and turn.holder is not None and turn.holder not in tried:
+            return turn.holder
+        engines = self._pool.decode_engines(turn.model)
+        # After a pull, the engine that held the conversation needs the new part only.
+        return self._pool.choose(engines, exclude=tried, prefer=turn.holder)
+
+    async def _prefill(self, turn: Turn) -> None:
+        """Run the prefill leg, once more if it fails; without result the decode engine computes alone."""
+        if turn.decode_only is not None:
+            return
+        engines = self._pool.prefill_engines(turn.model)
+        tried: set[Engine] = set()
+        failed: Engine | None = None
+        for _ in range(2):
+            claim: Claim | None = None
+            engine = self._prefiller(turn, engines, tried) or failed
+            if engine is None:
+                if turn.reason not in ("prefill_failed", "decode_failed", "decode_unreachable"):
+                    turn.went_cold("no_prefill_engine")
+                return
+            if turn.path is Path.PULL:
+                claim = await self._claim(turn, engine)
+            try:
+                turn.prefilled = await self._prefill_leg(turn, engine, claim)
+            except (NeverSentError, LegFailedError) as error:
+                log.warning("prefill_failed", engine=engine.url, problem=error.problem)
+                self._metrics.retries.labels("prefill").inc()
+                if claim is not None and self._plane is not None and isinstance(error, NeverSentError):
+                    self._plane.finish(claim)
+                failed = engine if isinstance(error, LegFailedError) and engine.up else None
+                tried.add(engine)
+                turn.went_cold("prefill_failed")
+            else:
+                if claim is not None and self._plane is not None:
+                    self._plane.finish(claim)
+                return
+
+    def _prefiller(self, turn: Turn, engines: list[Engine], tried: set[Engine]) -> Engine | None:
+        if turn.path is Path.PULL:
+            able = self._pool.choose([e for e in engines if e.up and self._pool.verifies(e)])
+            if able is not None:
+                return able
+            turn.went_cold("prefill_cannot_verify")
+        engine = self._pool.choose(engines, exclude=tried)
+        # With a decode engine at hand, one that is down is not worth waiting for.
+        return engine if engine is not None and engine.up else None
+
+    async def _claim(self, turn: Turn, engine: Engine) -> Claim | None:
+        if self._plane is None or turn.key is None or turn.location is None:
+            return None
+        answer = await self._plane.claim(turn.key, turn.location, self._pool.engine_id(engine))
+        if isinstance(answer, Claim):
+            return answer
+        if answer is None:
+            turn.went_cold("plane_unavailable")
+        else:
+            turn.went_cold("incompatible_engine" if answer == "incompatible_engine" else "claim_lost")
+        return None
+
+    async def _prefill_leg(self, turn: Turn, engine: Engine, claim: Claim | None) -> Prefilled:
+        params: dict[str, Any] = dict(openai.COLD_PARAMS)
+        if claim is not None:
+            location = claim.location
+            params = {
+                **json.loads(location.kv_transfer_params),
+                "do_remote_decode": True,
+                "do_remote_prefill": False,
+                "kvplane": {
+                    "fingerprint": {
+                        "chunk_tokens": location.fingerprint.chunk_tokens,
+                        "chain": location.fingerprint.chain.hex(),
+                    },
+                    "token_count": location.token_count,
+                    # Sent at once, so what is left of the claim is all of it. A duration: clocks differ.
+                    "expires_in_s": claim.timeout_s,
+                },
+            }
+        body = openai.dump(openai.prefill_body(turn.body, params))
+        prefilled = await self._upstream.prefill(engine, turn.engine_path, body, turn.headers)
+        self._learn(turn, prefilled)
+        if prefilled.params is None:
+            self._metrics.no_prefill_params.inc()
+        self._metrics.prefill.labels(turn.path).observe(prefilled.seconds)
+        if claim is not None:
+            turn.reason = prefilled.outcome if prefilled.outcome in _PULL_OUTCOMES else "pulled"
+            turn.reused_tokens = prefilled.count("reused_tokens") if prefilled.envelope else None
+        return prefilled
+
+    def _learn(self, turn: Turn, prefilled: Prefilled) -> None:
+        tokens = prefilled.prompt_tokens
+        if turn.key is not None:
+            self._memory.remember(turn.key, turn.text, tokens)
+        if tokens is None:
+            return
+        pulled = prefilled.count("reused_tokens")
+        computed = tokens - pulled - prefilled.count("local_tokens")
+        if turn.path is Path.COLD:
+            self._rates.computed(prefilled.engine.url, computed, prefilled.seconds)
+        elif turn.holder is not None:
+            holder, reader = turn.holder.url, prefilled.engine.url
+            self._rates.pulled(holder, reader, pulled, computed, prefilled.seconds)
+
+    def _decode_params(self, turn: Turn, engine: Engine) -> dict[str, Any] | None:
+        params: dict[str, Any] | None = None
+        if turn.prefilled is not None and turn.prefilled.params is not None:
+            params = dict(turn.prefilled.params)
+        if turn.key is None or not turn.number or turn.decode_only is not None:
+            return params
+        params = params if params is not None else dict(openai.DIRECT_PARAMS)
+        params["kvplane"] = {
+            "tenant_id": turn.key.tenant_id,
+            "model": turn.key.model,
+            "adapter": turn.key.adapter,
+            "conversation_id": turn.key.conversation_id,
+            "turn": turn.number,
+            "endpoint": engine.url,
+        }
+        return params
+
+    async def _decode(self, turn: Turn, engine: Engine) -> web.StreamResponse:
+        body = openai.dump(openai.decode_body(turn.body, self._decode_params(turn, engine)))
+        headers = turn.headers
+        if turn.path is Path.DIRECT and turn.location is not None:
+            rank = turn.location.data_parallel_rank
+            if rank > 0 or self._pool.shares_endpoint(engine):
+                headers = {**headers, "X-data-parallel-rank": str(rank)}
+        engine.outstanding += 1
+        sent = self._monotonic()
+        try:
+            response, first = await self._upstream.open(engine, turn.engine_path, body, headers)
+            try:
+                if response.content_type == "text/event-stream":
+                    return await self._relay(turn, engine, response, first, sent)
+                return await self._whole(turn, engine, response, first)
+            finally:
+                # Returns a finished connection to the pool and cuts any other: the engine stops at once.
+                response.close()
+        finally:
+            engine.outstanding -= 1
+
+    async def _relay(
+        self, turn: Turn, engine: Engine, response: aiohttp.ClientResponse, first: bytes, sent: float
+    ) -> web.StreamResponse:
+        now = self._monotonic()
+        self._metrics.ttft.labels(turn.path).observe(now - turn.arrived)
+        if turn.path is Path.DIRECT and turn.decision is not None:
+            self._rates.computed(engine.url, turn.decision.new_tokens, now - sent)
+        self._count_reuse(turn)
+        out = web.StreamResponse(headers={**client_headers(response.headers), **turn.answer_headers()})
+        turn.streaming = True
+        await out.prepare(turn.request)
+        try:
+            await out.write(first)
+            async for chunk in response.content.iter_any():
+                await out.write(chunk)
+        except (ConnectionError, aiohttp.ClientConnectionResetError):
+            if turn.request.transport is None or turn.request.transport.is_closing():
+                self._metrics.disconnects.inc()
+                return out
+            self._cut(turn, engine, "the engine closed its connection")
+            return out
+        except (aiohttp.ClientError, OSError) as error:
+            self._pool.failed(engine, f"{type(error).__name__}: {error}")
+            self._cut(turn, engine, f"{type(error).__name__}: {error}")
+            return out
+        await out.write_eof()
+        return out
+
+    def _cut(self, turn: Turn, engine: Engine, problem: str) -> None:
+        """End a stream that its engine broke off so that the client can tell: without its last chunk."""
+        log.error("stream_broken", engine=engine.url, request_id=turn.request_id, problem=problem)
+        if turn.request.transport is not None:
+            turn.request.transport.close()
+
+    async def _whole(
+        self, turn: Turn, engine: Engine, response: aiohttp.ClientResponse, first: bytes
+    ) -> web.StreamResponse:
+        raw = await self._upstream.rest(engine, response, first)
+        try:
+            answer = json.loads(raw)
+        except (ValueError, RecursionError):
+            answer = None
+        if not isinstance(answer, dict) or "choices" not in answer:
+            raise LegFailedError(engine, "answered 200 with what is not a completion")
+        answer.pop("kv_transfer_params", None)
+        if turn.path is Path.DIRECT:
+            turn.reused_tokens = openai.cached_tokens(answer)
+        elif turn.prefilled is not None and turn.prefilled.params is not None:
+            openai.set_cached_tokens(answer, self._cached(turn.prefilled))
+        self._count_reuse(turn)
+        headers = {**client_headers(response.headers), **turn.answer_headers()}
+        return web.Response(body=openai.dump(answer), headers=headers)
+
+    def _cached(self, prefilled: Prefilled) -> int | None:
+        if prefilled.cached_tokens is not None or not prefilled.envelope:
+            return prefilled.cached_tokens
+        return prefilled.count("local_tokens") + prefilled.count("reused_tokens")
+
+    def _count_reuse(self, turn: Turn) -> None:
+        if turn.reused_tokens:
+            self._metrics.reused_tokens.labels(turn.path).inc(turn.reused_tokens)
+        if turn.key is not None and turn.prefilled is None:
+            self._memory.remember(turn.key, turn.text, None)
+
+    # Answers that are no completion
+
+    def _error(
+        self, turn: Turn, message: str, status: int, *, param: str | None = None
+    ) -> web.StreamResponse:
+        headers = turn.answer_headers()
+        if status == 503:
+            headers["Retry-After"] = "1"
+        headers["Content-Type"] = "application/json"
+        return web.Response(
+            body=openai.error_body(message, status, param=param), status=status, headers=headers
+        )
+
+    def _passed_on(self, turn: Turn, answer: EngineAnswer) -> web.StreamResponse:
+        headers = {**answer.headers, **turn.answer_headers()}
+        if answer.status in (429, 503) and not any(name.lower() == "retry-after" for name in headers):
+            headers["Retry-After"] = "1"
+        return web.Response(body=answer.body, status=answer.status, headers=headers)
+
+    def _gave_up(self, turn: Turn, error: LegError) -> web.StreamResponse:
+        log.error("engine_failed", engine=error.engine.url, problem=error.problem, request_id=turn.request_id)
+        if isinstance(error, LegFailedError) and error.answer is not None and error.status == 503:
+            return self._passed_on(turn, error.answer)
+        said = f" (it answered {error.status})" if error.status else ""
+        message = f"The decode engine failed{said}; the router's log has request {turn.request_id}."
+        return self._error(turn, message, 502)

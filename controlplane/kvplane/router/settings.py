@@ -1,0 +1,108 @@
+"""What a router is started with, checked before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from kvplane.router.policy import PathMode, Thresholds
+
+
+class SettingsError(ValueError):
+    """A setting is unusable; the text is one line that names the flag and the remedy."""
+
+
+def engine_url(value: str, flag: str = "--decode") -> str:
+    """Return an engine's base URL in its one spelling: lower-case host, no default port, no slash at the end.
+
+    Raises SettingsError naming `flag`.
+    """
+    text = value.strip()
+    if "://" not in text:
+        raise SettingsError(f"{flag} {value}: not a URL; write it as http://{text or 'HOST:PORT'}")
+    try:
+        parts = urlsplit(text)
+        port, host = parts.port, parts.hostname
+    except ValueError:
+        raise SettingsError(
+            f"{flag} {value}: host and port cannot be read; write http://HOST:PORT, "
+            "an IPv6 address in brackets as in http://[fd00::7]:8200"
+        ) from None
+    if parts.scheme not in ("http", "https"):
+        raise SettingsError(f"{flag} {value}: engines speak http or https, not {parts.scheme}")
+    if not host:
+        raise SettingsError(f"{flag} {value}: the host is missing; write http://HOST:PORT")
+    if parts.username is not None or parts.query or parts.fragment:
+        raise SettingsError(f"{flag} {value}: only scheme, host and port belong here")
+    if parts.path not in ("", "/"):
+        raise SettingsError(f"{flag} {value}: leave out the path {parts.path}")
+    shown = f"[{host}]" if ":" in host else host
+    default = {"http": 80, "https": 443}[parts.scheme]
+    return f"{parts.scheme}://{shown}" + ("" if port in (None, default) else f":{port}")
+
+
+def _urls(values: tuple[str, ...], flag: str) -> tuple[str, ...]:
+    urls = tuple(engine_url(value, flag) for value in values)
+    for url in urls:
+        if urls.count(url) > 1:
+            raise SettingsError(f"{flag} {url}: named twice; name each engine once")
+    return urls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSettings:
+    """Settings of one router. Times are in seconds. Raises SettingsError when they make no sense."""
+
+    prefill_urls: tuple[str, ...] = ()
+    decode_urls: tuple[str, ...] = ()
+    plane_address: str | None = None
+    """Where the control plane listens; None serves without reuse."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 takes a free one."""
+    path: PathMode = PathMode.AUTO
+    allow_path_header: bool = True
+    """Whether a request may force its path with the header x-kvplane-path."""
+    tenant_id: str = "default"
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    plane_timeout_s: float = 0.25
+    turn_wait_s: float = 0.05
+    """How long the control plane may wait for a turn of the same conversation that is still in flight."""
+    connect_timeout_s: float = 2.0
+    prefill_timeout_s: float = 300.0
+    first_byte_timeout_s: float = 300.0
+    """From sending a request to a decode engine until the first byte of its answer's body."""
+    idle_timeout_s: float = 600.0
+    """Longest silence within a stream."""
+    drain_timeout_s: float = 30.0
+    poll_interval_s: float = 1.0
+    probe_interval_s: float = 5.0
+    max_body_bytes: int = 32 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prefill_urls", _urls(self.prefill_urls, "--prefill"))
+        object.__setattr__(self, "decode_urls", _urls(self.decode_urls, "--decode"))
+        if not self.decode_urls and self.plane_address is None:
+            raise SettingsError(
+                "--decode is missing: name a decode engine, such as --decode http://127.0.0.1:8200, "
+                "or a control plane where engines register"
+            )
+        if not 0 <= self.port <= 65535:
+            raise SettingsError(f"--port {self.port}: must be 0 to 65535")
+        if not 0 < len(self.tenant_id.encode("utf-8", "replace")) <= 256:
+            raise SettingsError("--tenant: must be 1 to 256 bytes")
+        for name in (
+            "plane_timeout_s",
+            "connect_timeout_s",
+            "prefill_timeout_s",
+            "first_byte_timeout_s",
+            "idle_timeout_s",
+            "poll_interval_s",
+            "probe_interval_s",
+            "max_body_bytes",
+        ):
+            if getattr(self, name) <= 0:
+                raise SettingsError(f"{name}: must be above 0")
+        for name in ("turn_wait_s", "drain_timeout_s"):
+            if getattr(self, name) < 0:
+                raise SettingsError(f"{name}: must be 0 or more")

@@ -1,0 +1,176 @@
+"""One request: what it asks, what is known about it, and what was decided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from kvplane.client.model import ConversationKey, Location
+from kvplane.router import identity, openai
+from kvplane.router.learned import Memory, RateBook
+from kvplane.router.openai import Body
+from kvplane.router.plane import Plane
+from kvplane.router.policy import Decision, Holder, Path, PathMode, TurnFacts, decide
+from kvplane.router.pool import Engine, EnginePool
+from kvplane.router.settings import RouterSettings
+from kvplane.router.upstream import Prefilled, engine_headers
+
+
+@dataclass(slots=True)
+class Turn:
+    """State of one request."""
+
+    request: web.Request
+    engine_path: str
+    request_id: str
+    arrived: float
+    body: Body = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+    text: openai.PromptText = openai.NO_TEXT
+    key: ConversationKey | None = None
+    number: int = 0
+    """From the control plane; 0 without one, and then the decode engine keeps nothing."""
+    location: Location | None = None
+    holder: Engine | None = None
+    decode_only: str | None = None
+    """Why the request cannot be split between engines."""
+    path: Path = Path.COLD
+    reason: str = ""
+    decision: Decision | None = None
+    reused_tokens: int | None = None
+    prefilled: Prefilled | None = None
+    decoder: Engine | None = None
+    streaming: bool = False
+    """The client has been sent the beginning of an answer."""
+
+    @property
+    def model(self) -> str:
+        """The model asked for, "" if none or unusable."""
+        model = self.body.get("model")
+        return model if isinstance(model, str) else ""
+
+    def answer_headers(self) -> dict[str, str]:
+        """Return the headers that say what was done."""
+        headers = {"x-request-id": self.request_id}
+        if self.reason:
+            headers["x-kvplane-path"] = self.path
+            headers["x-kvplane-reason"] = self.reason
+        if self.reused_tokens is not None:
+            headers["x-kvplane-reused-tokens"] = str(self.reused_tokens)
+        if self.prefilled is not None:
+            headers["x-kvplane-prefill-ms"] = f"{self.prefilled.seconds * 1000:.1f}"
+        return headers
+
+    def went_cold(self, reason: str) -> None:
+        """Note that the turn is served cold after all."""
+        self.path, self.reason, self.reused_tokens, self.prefilled = Path.COLD, reason, 0, None
+
+
+class TurnPlanner:
+    """Finds out what a request asks and what is known, and chooses its path."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        *,
+        pool: EnginePool,
+        plane: Plane | None,
+        memory: Memory,
+        rates: RateBook,
+    ) -> None:
+        self._settings = settings
+        self._pool = pool
+        self._plane = plane
+        self._memory = memory
+        self._rates = rates
+
+    async def read(self, turn: Turn) -> PathMode:
+        """Read the request into `turn`; returns the path that is asked for.
+
+        Raises BadRequestError, IdentityError or HTTPRequestEntityTooLarge.
+        """
+        request = turn.request
+        turn.body = body = openai.parse_body(await request.read())
+        turn.headers = engine_headers(request.headers.items(), turn.request_id)
+        mode = self._settings.path
+        forced = request.headers.get("x-kvplane-path")
+        if forced is not None and self._settings.allow_path_header:
+            try:
+                mode = PathMode(forced.strip().lower())
+            except ValueError:
+                raise openai.BadRequestError(
+                    "header x-kvplane-path must be auto, cold, pull or direct", "x-kvplane-path"
+                ) from None
+        conversation = identity.conversation_id(body, request.headers)
+        turn.decode_only = openai.decode_only_reason(body)
+        if conversation is None:
+            turn.reason = "no_conversation_id"
+        elif (model := self._model(turn)) is None:
+            turn.reason = "model_unknown"
+        else:
+            tenant = identity.tenant_of(request.headers, self._settings.tenant_id)
+            turn.key = ConversationKey(tenant, model, conversation)
+        return mode
+
+    def _model(self, turn: Turn) -> str | None:
+        """Return the model that names the conversation; that of the engines where the client names none."""
+        if turn.body.get("model") is not None:
+            return turn.model if identity.usable_id(turn.model) else None
+        served = {model for engine in self._pool.decode_engines() for model in engine.models}
+        return served.pop() if len(served) == 1 else None
+
+    async def decide(self, turn: Turn, mode: PathMode) -> None:
+        """Begin the turn at the control plane and choose its path."""
+        miss = turn.reason
+        if turn.key is not None:
+            turn.text = openai.prompt_text(turn.body)
+            miss = await self._ask_plane(turn, turn.key)
+        facts = self._facts(turn, mode, miss)
+        turn.decision = decision = decide(facts, self._settings.thresholds)
+        turn.path, turn.reason = decision.path, decision.reason
+        if turn.decode_only is not None:
+            direct = turn.holder is not None and mode is not PathMode.COLD
+            turn.path, turn.reason = Path.DIRECT if direct else Path.COLD, turn.decode_only
+        turn.reused_tokens = 0 if turn.path is Path.COLD else None
+
+    async def _ask_plane(self, turn: Turn, key: ConversationKey) -> str:
+        """Fill in what the control plane knows; returns why nothing is known."""
+        if self._plane is None:
+            return "no_control_plane"
+        if turn.decode_only is not None:
+            # Such a turn leaves nothing behind, so it gets no number that others would wait for.
+            answer = await self._plane.lookup(key)
+            if answer is None:
+                return "plane_unavailable"
+            turn.location = answer if isinstance(answer, Location) else None
+            miss = "" if isinstance(answer, Location) else str(answer)
+        else:
+            begun = await self._plane.begin_turn(key)
+            if begun is None:
+                return "plane_unavailable"
+            turn.number, turn.location = begun.turn, begun.location
+            miss = str(begun.miss) if begun.miss is not None else ""
+        if turn.location is not None:
+            holder = self._pool.holder(turn.location)
+            turn.holder = holder if holder is not None and holder.up and not holder.draining else None
+        return miss or "unknown_conversation"
+
+    def _facts(self, turn: Turn, mode: PathMode, miss: str) -> TurnFacts:
+        if turn.key is None:
+            return TurnFacts(0, miss=miss, mode=mode)
+        if turn.location is None:
+            return TurnFacts(self._memory.estimate(turn.key, turn.text), miss=miss, mode=mode)
+        prefill = [e for e in self._pool.prefill_engines(turn.model) if e.up]
+        likely = min(prefill, key=lambda e: e.outstanding, default=None)
+        holder = turn.holder
+        return TurnFacts(
+            self._memory.estimate(turn.key, turn.text),
+            held_tokens=turn.location.token_count,
+            history_changed=self._memory.history_changed(turn.key, turn.text),
+            holder=Holder(True, holder.outstanding, holder.waiting) if holder else Holder(False),
+            prefill_available=bool(prefill),
+            prefill_verifies=any(self._pool.verifies(e) for e in prefill),
+            mode=mode,
+            rates=self._rates.rates(likely.url if likely else None, holder.url if holder else None),
+        )

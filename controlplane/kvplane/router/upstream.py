@@ -1,0 +1,270 @@
+"""Legs: one request to one engine, and what its failure means for the next attempt."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from kvplane.router import openai
+from kvplane.router.pool import Engine, EnginePool
+
+_HOP_BY_HOP = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+_NOT_TO_ENGINES = _HOP_BY_HOP | {
+    "host",
+    "content-length",
+    "content-type",
+    "content-encoding",
+    "accept-encoding",
+    "expect",
+    "cookie",
+    "x-request-id",
+    "x-conversation-id",
+    # Which rank computes is ours to say.
+    "x-data-parallel-rank",
+}
+_LARGE_BODY = 1 << 20
+_NOT_TO_CLIENTS = _HOP_BY_HOP | {"content-length", "date", "server", "x-request-id"}
+
+
+class LegError(Exception):
+    """A leg failed. `problem` is one line for the log; `status` the engine's, if it answered."""
+
+    def __init__(self, engine: Engine, problem: str, status: int | None = None) -> None:
+        super().__init__(f"{engine.url}: {problem}")
+        self.engine = engine
+        self.problem = problem
+        self.status = status
+
+
+class NeverSentError(LegError):
+    """The engine could not be connected to: it has seen nothing of the request."""
+
+
+class LegFailedError(LegError):
+    """The engine failed, and may have done part of the work. `answer` is what it said, if anything."""
+
+    def __init__(
+        self, engine: Engine, problem: str, status: int | None = None, answer: EngineAnswer | None = None
+    ) -> None:
+        super().__init__(engine, problem, status)
+        self.answer = answer
+
+
+class LegTimeoutError(LegError):
+    """The engine did not answer in time; trying again would take as long."""
+
+
+class RefusedError(Exception):
+    """The engine refused the request as the client's mistake, or for now; passed on as it is."""
+
+    def __init__(self, engine: Engine, answer: EngineAnswer) -> None:
+        super().__init__(f"{engine.url} answered {answer.status}")
+        self.engine = engine
+        self.answer = answer
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAnswer:
+    """A whole answer of an engine."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """What a prefill leg left behind. `params` None: nothing to read, the decode engine computes."""
+
+    engine: Engine
+    params: Mapping[str, Any] | None
+    envelope: Mapping[str, Any]
+    cached_tokens: int | None
+    prompt_tokens: int | None
+    seconds: float
+
+    @property
+    def outcome(self) -> str:
+        """What the engine's connector says it did; "" from an engine without our connector."""
+        value = self.envelope.get("outcome")
+        return value if isinstance(value, str) else ""
+
+    def count(self, name: str) -> int:
+        """Return a count of the envelope, 0 if absent."""
+        value = self.envelope.get(name)
+        return value if isinstance(value, int) else 0
+
+
+def engine_headers(headers: Iterable[tuple[str, str]], request_id: str) -> dict[str, str]:
+    """Return the headers of a client's request that go on to engines."""
+    kept = {
+        name: value
+        for name, value in headers
+        if (lower := name.lower()) not in _NOT_TO_ENGINES and not lower.startswith("x-kvplane-")
+    }
+    kept["Content-Type"] = "application/json"
+    # Bytes pass through untouched, and replies that are read must be readable.
+    kept["Accept-Encoding"] = "identity"
+    kept["X-Request-Id"] = request_id
+    return kept
+
+
+def client_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers of an engine's answer that go on to the client."""
+    return {name: value for name, value in headers.items() if name.lower() not in _NOT_TO_CLIENTS}
+
+
+class Upstream:
+    """Sends legs. Connection failures take the engine out of rotation at once."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        pool: EnginePool,
+        *,
+        prefill_timeout_s: float,
+        first_byte_timeout_s: float,
+    ) -> None:
+        self._session = session
+        self._pool = pool
+        self._prefill_timeout_s = prefill_timeout_s
+        self._first_byte_timeout_s = first_byte_timeout_s
+
+    async def _send(
+        self, engine: Engine, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> aiohttp.ClientResponse:
+        # aiohttp wants large bodies as a file, to send them piecewise.
+        data = body if len(body) < _LARGE_BODY else io.BytesIO(body)
+        try:
+            return await self._session.post(
+                engine.at(path), data=data, headers=headers, allow_redirects=False
+            )
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            self._pool.failed(engine, str(error))
+            raise NeverSentError(engine, str(error)) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._broke(engine, error) from error
+
+    def _broke(self, engine: Engine, error: Exception) -> LegFailedError:
+        # Perhaps only a connection that lay idle too long: the probe, due at once, tells.
+        problem = f"{type(error).__name__}: {error}"
+        if not isinstance(error, TimeoutError):
+            self._pool.failed(engine, problem)
+        return LegFailedError(engine, problem)
+
+    async def prefill(self, engine: Engine, path: str, body: bytes, headers: Mapping[str, str]) -> Prefilled:
+        """Run a prefill leg. Raises RefusedError, NeverSentError, LegFailedError or LegTimeoutError."""
+        started = asyncio.get_running_loop().time()
+        engine.outstanding += 1
+        try:
+            async with asyncio.timeout(self._prefill_timeout_s):
+                response = await self._send(engine, path, body, headers)
+                answer = await self._whole(engine, response)
+        except TimeoutError:
+            raise LegTimeoutError(engine, f"no answer within {self._prefill_timeout_s:g} s") from None
+        finally:
+            engine.outstanding -= 1
+        seconds = asyncio.get_running_loop().time() - started
+        return self._prefilled(engine, answer, seconds)
+
+    def _prefilled(self, engine: Engine, answer: EngineAnswer, seconds: float) -> Prefilled:
+        problem = f"answered {answer.status} with what is not a completion"
+        try:
+            parsed = json.loads(answer.body)
+        except (ValueError, RecursionError):
+            raise LegFailedError(engine, problem) from None
+        params = parsed.get("kv_transfer_params") if isinstance(parsed, dict) else ""
+        if not isinstance(parsed, dict) or not isinstance(params, dict | None) or "choices" not in parsed:
+            raise LegFailedError(engine, problem)
+        envelope = params.pop("kvplane", None) if params is not None else None
+        if params is not None:
+            engine.verifies = isinstance(envelope, dict)
+            learned = params.get("remote_engine_id")
+            engine.learned_id = learned if isinstance(learned, str) else ""
+        return Prefilled(
+            engine,
+            params or None,
+            envelope if isinstance(envelope, dict) else {},
+            openai.cached_tokens(parsed),
+            openai.prompt_tokens(parsed),
+            seconds,
+        )
+
+    async def open(
+        self, engine: Engine, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
+        """Send a decode leg; returns the response and its first bytes, at least one unless it is empty.
+
+        The caller closes the response. Raises RefusedError, NeverSentError, LegFailedError (also for a
+        stream that begins with an error) or LegTimeoutError.
+        """
+        try:
+            async with asyncio.timeout(self._first_byte_timeout_s):
+                response = await self._send(engine, path, body, headers)
+                try:
+                    if response.status != 200:
+                        # Raises unless it is another kind of success.
+                        answer = await self._whole(engine, response)
+                        raise LegFailedError(engine, f"answered {answer.status}", answer.status, answer)
+                    first = await response.content.readany()
+                except BaseException:
+                    response.close()
+                    raise
+        except TimeoutError:
+            raise LegTimeoutError(engine, f"no answer within {self._first_byte_timeout_s:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._broke(engine, error) from error
+        if first.startswith(b'data: {"error"'):
+            response.close()
+            raise LegFailedError(
+                engine, "began its stream with an error", 500, EngineAnswer(500, {}, _error_of(first))
+            )
+        return response, first
+
+    async def rest(self, engine: Engine, response: aiohttp.ClientResponse, first: bytes) -> bytes:
+        """Return the whole body of an answer that is not streamed. Raises LegFailedError."""
+        try:
+            return first + await response.content.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._broke(engine, error) from error
+
+    async def _whole(self, engine: Engine, response: aiohttp.ClientResponse) -> EngineAnswer:
+        try:
+            body = await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            response.close()
+            raise self._broke(engine, error) from error
+        answer = EngineAnswer(response.status, client_headers(response.headers), body)
+        if response.status == 200:
+            return answer
+        if 400 <= response.status < 500:
+            raise RefusedError(engine, answer)
+        raise LegFailedError(engine, f"answered {response.status}", response.status, answer)
+
+
+def _error_of(chunk: bytes) -> bytes:
+    """Return the error object that a stream begins with, as a body."""
+    line = chunk.split(b"\n", 1)[0].removeprefix(b"data: ")
+    try:
+        json.loads(line)
+    except ValueError:
+        return openai.error_body("The engine failed before the first token.", 500)
+    return line

@@ -1,0 +1,172 @@
+"""A control plane in memory with the methods of ControlPlaneClient that router and engines use."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+
+from kvplane.client import model as m
+from kvplane.client.errors import ControlPlaneUnavailableError
+
+
+class FakePlane:
+    """Answers as the real one does, without leases and time. `down` makes every call fail.
+
+    `answers` holds back while it is cleared: a plane that takes calls and does not answer.
+    """
+
+    def __init__(self) -> None:
+        self.down = False
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.refuse_claims: m.MissReason | None = None
+        self.calls: Counter[str] = Counter()
+        self.engines: dict[m.EngineId, m.Engine] = {}
+        self.locations: dict[m.ConversationKey, m.Location] = {}
+        self.claims: dict[str, m.Claim] = {}
+        self.claim_requests: list[tuple[str, str]] = []
+        """(owner, reader_engine_id) of each claim that was asked for."""
+        self.finished: list[str] = []
+        self._last = 0
+
+    async def _enter(self, call: str, timeout_s: float | None = None) -> None:
+        self.calls[call] += 1
+        if self.down:
+            raise ControlPlaneUnavailableError("down")
+        try:
+            async with asyncio.timeout(timeout_s or 2.0):
+                await self.answers.wait()
+        except TimeoutError:
+            raise ControlPlaneUnavailableError("deadline exceeded") from None
+
+    def _next(self) -> int:
+        self._last += 1
+        return self._last
+
+    async def list_engines(self) -> list[m.Engine]:
+        await self._enter("list_engines")
+        return list(self.engines.values())
+
+    async def register_engine(self, spec: m.EngineSpec, *, request_id: str = "") -> m.Registration:
+        await self._enter("register_engine")
+        epoch = self._next()
+        self.engines[spec.engine_id] = m.Engine(spec, epoch, False, True, None)
+        self.locations = {k: v for k, v in self.locations.items() if v.engine_id != spec.engine_id}
+        return m.Registration(epoch, 10.0, 480.0, 30.0)
+
+    async def renew_engine(
+        self, engine_id: m.EngineId, engine_epoch: int, load: m.EngineLoad | None = None
+    ) -> tuple[float, bool]:
+        await self._enter("renew_engine")
+        return 10.0, False
+
+    async def deregister_engine(self, engine_id: m.EngineId, engine_epoch: int) -> None:
+        await self._enter("deregister_engine")
+        self.engines.pop(engine_id, None)
+        self.locations = {k: v for k, v in self.locations.items() if v.engine_id != engine_id}
+
+    async def announce_location(
+        self, engine_id: m.EngineId, engine_epoch: int, announcement: m.Announcement
+    ) -> m.AnnouncementResult:
+        await self._enter("announce_location")
+        known = self.locations.get(announcement.key)
+        if known is not None and known.turn > announcement.turn:
+            return m.AnnouncementResult(announcement.request_id, m.AnnounceOutcome.SUPERSEDED, 0.0)
+        spec = self.engines[engine_id].spec
+        self.locations[announcement.key] = m.Location(
+            key=announcement.key,
+            engine_id=engine_id,
+            engine_epoch=engine_epoch,
+            request_id=announcement.request_id,
+            turn=announcement.turn,
+            token_count=announcement.token_count,
+            block_count=announcement.block_count,
+            kv_transfer_params=announcement.kv_transfer_params,
+            fingerprint=announcement.fingerprint,
+            remaining_s=announcement.ttl_s,
+            revision=self._next(),
+            endpoint=spec.endpoint or announcement.endpoint,
+            data_parallel_rank=spec.data_parallel_rank,
+        )
+        return m.AnnouncementResult(announcement.request_id, m.AnnounceOutcome.ACCEPTED, announcement.ttl_s)
+
+    async def withdraw_location(
+        self, engine_id: m.EngineId, engine_epoch: int, request_id: m.RequestId
+    ) -> m.ReleaseOutcome:
+        await self._enter("withdraw_location")
+        for key, location in self.locations.items():
+            if location.engine_id == engine_id and location.request_id == request_id:
+                if location.claimed:
+                    return m.ReleaseOutcome.CLAIMED
+                del self.locations[key]
+                return m.ReleaseOutcome.RELEASED
+        return m.ReleaseOutcome.NOTHING
+
+    def _known(self, key: m.ConversationKey) -> m.Location | m.MissReason:
+        location = self.locations.get(key)
+        if location is None:
+            return m.MissReason.UNKNOWN_CONVERSATION
+        return m.MissReason.CLAIMED if location.claimed else location
+
+    async def lookup_location(
+        self, key: m.ConversationKey, *, timeout_s: float | None = None
+    ) -> m.Location | m.MissReason:
+        await self._enter("lookup_location", timeout_s)
+        return self._known(key)
+
+    async def begin_turn(
+        self,
+        key: m.ConversationKey,
+        request_id: str,
+        *,
+        wait_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> m.BegunTurn:
+        await self._enter("begin_turn", timeout_s)
+        known = self._known(key)
+        turn = self._next()
+        return (
+            m.BegunTurn(turn, known, None)
+            if isinstance(known, m.Location)
+            else m.BegunTurn(turn, None, known)
+        )
+
+    async def claim_location(
+        self,
+        key: m.ConversationKey,
+        request_id: str,
+        owner: str,
+        *,
+        reader_engine_id: str = "",
+        turn: int = 0,
+        wait_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> m.Claim | m.MissReason:
+        self.claim_requests.append((owner, reader_engine_id))
+        await self._enter("claim_location", timeout_s)
+        if self.refuse_claims is not None:
+            return self.refuse_claims
+        known = self._known(key)
+        if not isinstance(known, m.Location):
+            return known
+        if turn and known.turn != turn:
+            return m.MissReason.UNKNOWN_CONVERSATION
+        claimed = replace(known, claimed=True)
+        self.locations[key] = claimed
+        claim = self.claims[request_id] = m.Claim(request_id, owner, claimed, 30.0)
+        return claim
+
+    async def finish_claim(self, claim_id: str, owner: str) -> m.ReleaseOutcome:
+        await self._enter("finish_claim")
+        self.finished.append(claim_id)
+        claim = self.claims.pop(claim_id, None)
+        if claim is None:
+            return m.ReleaseOutcome.NOTHING
+        assert claim.owner == owner
+        if self.locations.get(claim.location.key) == claim.location:
+            del self.locations[claim.location.key]
+        return m.ReleaseOutcome.RELEASED
+
+    async def aclose(self) -> None:
+        pass
