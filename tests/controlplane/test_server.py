@@ -25,7 +25,10 @@ from kvplane.client.errors import (
     StaleEpochError,
     UnknownEngineError,
 )
+from kvplane.controlplane import keys, records
+from kvplane.controlplane import model as m
 from kvplane.controlplane.server import SERVICES, AddressInUseError, ControlPlaneServer
+from kvplane.store.base import Put
 from kvplane.store.memory import MemoryStore
 from kvplane.store.testing import FaultInjectingStore, ManualClock
 from kvplane.v1 import common_pb2, engine_pb2, location_pb2
@@ -106,7 +109,6 @@ def test_every_rpc_has_a_servicer_and_a_client_method() -> None:
 
 def test_numbers_of_enums_are_those_of_the_wire() -> None:
     from kvplane.controlplane import convert
-    from kvplane.controlplane import model as m
 
     for role in m.EngineRole:
         assert convert._ROLES[role] == role.value
@@ -376,6 +378,10 @@ async def test_an_engines_stream(wire: Wire) -> None:
     assert (await wire.memory.scan(b"o/")).items == ()
     await wire.client.drain_engine(SPEC.engine_id)
     assert (await stream.until(lambda answer: answer.draining)).draining
+    holder = m.Holder("d", epoch, "any")
+    order = m.Order(holder, m.ReleaseReason.CAPACITY, wire.clock.now_ms() + 10_000)
+    await wire.memory.transact([], [Put(keys.order(holder), records.dump_order(order))])
+    assert (await stream.until(lambda answer: bool(answer.release_orders))).draining
     stream.end()
     with pytest.raises(StopAsyncIteration):
         await stream.until(lambda _: False)

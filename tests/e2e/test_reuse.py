@@ -1,7 +1,7 @@
 """Real conversations on real vLLM: what is reused is right, streamed or not, whatever the client changed.
 
-float32 on both engines, so that reuse and recomputation give the same tokens bit for bit. The reference is the
-same prompt without a conversation id, which nothing is reused for.
+float32 on both engines, so that reuse and recomputation give the same tokens bit for bit. The reference is
+the same prompt without a conversation id, which nothing is reused for.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def history(stack: Stack, conversation_id: str, *, first_words: int = 120, turns
 def reference(stack: Stack, messages: Messages) -> Answer:
     """The same prompt, with nothing reused."""
     answer = say(stack.url, messages, None, path="cold")
-    assert (answer.status, answer.path, answer.reason) == (200, "cold", "no_conversation_id")
+    assert (answer.status, answer.path) == (200, "cold"), answer.body
     return answer
 
 

@@ -146,6 +146,7 @@ class _Conversation:
         self._engine_id = engine_id
         self._engine_epoch = engine_epoch
         self._answers = answers
+        self._draining = False
 
     async def read(
         self,
@@ -164,21 +165,24 @@ class _Conversation:
 
     async def _apply(self, request: engine_pb2.AttachEngineRequest) -> None:
         answer = await self._attachments.apply(self._engine_id, self._engine_epoch, request)
+        self._draining = answer.draining
         self._answers.put_nowait(answer)
 
     async def send_waiting_orders(self) -> None:
         """Send the orders given while the engine was away."""
         orders = await self._attachments.waiting_orders(self._engine_id, self._engine_epoch)
         if orders:
-            wire = [convert.order_out(order) for order in orders]
-            self._answers.put_nowait(engine_pb2.AttachEngineResponse(release_orders=wire))
+            self._send(orders)
 
     def on_order(self, event: Event) -> None:
         """Pass a new order on."""
         if event.current is not None:
-            order = records.load_order(keys.holder_of(event.key), event.current.value)
-            wire = [convert.order_out(order)]
-            self._answers.put_nowait(engine_pb2.AttachEngineResponse(release_orders=wire))
+            self._send([records.load_order(keys.holder_of(event.key), event.current.value)])
+
+    def _send(self, orders: list[m.Order]) -> None:
+        wire = [convert.order_out(order) for order in orders]
+        answer = engine_pb2.AttachEngineResponse(release_orders=wire, draining=self._draining)
+        self._answers.put_nowait(answer)
 
     def on_engine(self, event: Event) -> None:
         """Tell the engine that it drains, or end the stream of an incarnation that is over."""
@@ -189,4 +193,5 @@ class _Conversation:
             error = StaleEpochError(self._engine_id, self._engine_epoch, engine.engine_epoch)
             self._answers.put_nowait(error)
         elif engine.draining:
+            self._draining = True
             self._answers.put_nowait(engine_pb2.AttachEngineResponse(draining=True))

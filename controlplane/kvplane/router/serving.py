@@ -35,7 +35,7 @@ from kvplane.router.upstream import (
 log = structlog.get_logger("kvplane.router")
 
 _PULL_OUTCOMES = frozenset(
-    {"pulled", "mismatch", "local_hit", "below_threshold", "no_fingerprint", "expired", "cold", "failed"}
+    {"pulled", "mismatch", "local_hit", "below_threshold", "no_fingerprint", "cold", "failed"}
 )
 
 
@@ -232,8 +232,6 @@ class TurnServer:
                         "chain": location.fingerprint.chain.hex(),
                     },
                     "token_count": location.token_count,
-                    # Sent at once, so what is left of the claim is all of it. A duration: clocks differ.
-                    "expires_in_s": claim.timeout_s,
                 },
             }
         body = openai.dump(openai.prefill_body(turn.body, params))
