@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -21,17 +20,6 @@ from kvplane.store.url import open_store
 from tests.fakes.core import EngineConfig
 from tests.fakes.plane import FakePlane
 from tests.router.rig import Rig, expected_reply, long_text, rig
-
-
-@pytest.fixture(autouse=True)
-def _collect_grpc() -> Iterator[None]:
-    """Collect gRPC's objects while no loop runs: the last one to go waits for gRPC's polling thread.
-
-    Left to the collector that happens in some later test's loop, where it is a blocking call, and broken
-    off there it leaves a socket open.
-    """
-    yield
-    gc.collect()
 
 
 @asynccontextmanager
