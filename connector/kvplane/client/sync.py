@@ -1,0 +1,164 @@
+"""An engine's session on a thread of its own, for callers that must never wait."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from kvplane.client import events as ev
+from kvplane.client import model as m
+from kvplane.client.client import ControlPlaneClient
+from kvplane.client.outbox import Outbox
+from kvplane.client.session import EngineSession
+
+
+class EngineSessionThread:
+    """Runs an EngineSession on a daemon thread. Every method but `close` returns at once.
+
+    Nothing of gRPC exists before `start`, so a process may fork until then. What comes back is collected
+    and handed over by `drain_events`: nothing is ever called on the engine's objects from the thread.
+
+    Args:
+        address: of the control plane, see open_channel.
+        spec: the engine, as it registers.
+        monotonic: clock of all deadlines given.
+        margin_s: taken off each announced life.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        spec: m.EngineSpec,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+        margin_s: float = 5.0,
+    ) -> None:
+        self._address = address
+        self._spec = spec
+        self._monotonic = monotonic
+        self._margin_s = margin_s
+        self._outbox = Outbox(monotonic=monotonic, margin_s=margin_s)
+        self._events: deque[ev.Event] = deque()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._session: EngineSession | None = None
+        self._stop: asyncio.Event | None = None
+        self._closed = False
+
+    @property
+    def attached(self) -> bool:
+        """Whether the control plane answers now."""
+        return self._session is not None and self._session.attached
+
+    @property
+    def last_contact(self) -> float | None:
+        """Latest time at which the control plane can have heard of this engine; None: never."""
+        return self._session.last_contact if self._session is not None else None
+
+    @property
+    def registration(self) -> m.Registration | None:
+        """The current incarnation, if any."""
+        return self._session.registration if self._session is not None else None
+
+    @property
+    def dropped(self) -> int:
+        """Announcements dropped unsent so far."""
+        return self._outbox.dropped
+
+    def start(self) -> None:
+        """Start the thread. Idempotent; does nothing once closed."""
+        if self._thread is None and not self._closed:
+            self._thread = threading.Thread(target=self._main, name="kvplane-session", daemon=True)
+            self._thread.start()
+
+    def announce(self, announcement: m.Announcement, *, expires_at: float) -> None:
+        """Queue an announcement of blocks that live until `expires_at`; its ttl is filled in when sent."""
+        for request_id in self._outbox.announce(announcement, expires_at=expires_at):
+            self._events.append(ev.Dropped(request_id, "queue_full"))
+        self._wake()
+
+    def withdraw(self, request_id: m.RequestId) -> bool:
+        """Ask for a request's blocks back. False: nobody knows of them, free them at once."""
+        asked = self._outbox.withdraw(request_id)
+        self._wake()
+        return asked
+
+    def freed(self, request_id: m.RequestId) -> None:
+        """Note that a request's blocks are free."""
+        self._outbox.freed(request_id)
+        self._wake()
+
+    def set_load(self, load: m.EngineLoad) -> None:
+        """Set the load to report; sent within a second, only if it changed."""
+        self._outbox.set_load(load)
+
+    def start_incarnation(self) -> None:
+        """Take all locations off the record by beginning a new incarnation; withdraw first."""
+        session = self._session
+        if session is not None:
+            self._call(session.start_incarnation)
+
+    def drain_events(self) -> list[ev.Event]:
+        """Return what came since the last call, in order."""
+        if not self._events:
+            return []
+        events = list[ev.Event]()
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Take the engine off the record, if that is possible in time, and end the thread. Idempotent."""
+        self._closed = True
+        if self._thread is None:
+            return
+        if self._stop is not None:
+            self._call(self._stop.set)
+        self._thread.join(timeout_s)
+
+    def _main(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the interpreter is on its way out
+            asyncio.run(self._run())
+
+    async def _run(self) -> None:
+        stop = asyncio.Event()
+        session = EngineSession(
+            ControlPlaneClient(self._address),
+            self._spec,
+            self._outbox,
+            self._push,
+            monotonic=self._monotonic,
+            margin_s=self._margin_s,
+        )
+        self._loop, self._stop, self._session = asyncio.get_running_loop(), stop, session
+        if self._closed:
+            stop.set()
+        async with asyncio.TaskGroup() as tasks:
+            run = tasks.create_task(session.run())
+            await stop.wait()
+            await session.aclose()
+            run.cancel()
+
+    def _push(self, event: ev.Event) -> None:
+        last = self._events[-1] if self._events else None
+        if isinstance(event, ev.Registered) and isinstance(last, ev.Registered):
+            # An idle engine does not look for hours; a plane that comes and goes must not fill its memory.
+            with contextlib.suppress(IndexError):
+                self._events.pop()
+            event = ev.Registered(event.registration, event.first and last.first)
+        self._events.append(event)
+
+    def _wake(self) -> None:
+        session = self._session
+        if session is not None:
+            self._call(session.wake)
+
+    def _call(self, function: Callable[[], object]) -> None:
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(function)

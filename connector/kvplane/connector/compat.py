@@ -1,0 +1,85 @@
+"""What differs between the vLLM versions kvplane supports (0.21 to 0.32). Nothing else branches on it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+try:
+    from vllm import __version__ as vllm_version
+except ImportError as error:
+    raise ImportError("kvplane.connector.plugin is loaded by vLLM; vllm is not installed here") from error
+
+try:  # since NIXL was split into pull and push
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector as ConnectorBase
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
+        NixlPullConnectorScheduler as SchedulerBase,
+    )
+except ImportError:
+    try:  # 0.21
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlConnector as ConnectorBase
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import (
+            NixlConnectorScheduler as SchedulerBase,
+        )
+    except ImportError as error:
+        raise ImportError(
+            f"kvplane needs vLLM >= 0.21 and its NIXL connector; this is vLLM {vllm_version}"
+        ) from error
+
+__all__ = [
+    "ConnectorBase",
+    "SchedulerBase",
+    "call_if_there",
+    "order_leases",
+    "quiet_releases",
+    "settled_tokens",
+    "transfer_groups",
+    "vllm_version",
+]
+
+
+def settled_tokens(request: Any) -> int:
+    """Return how many of a request's tokens have their KV complete.
+
+    Its `num_computed_tokens` runs ahead: under async scheduling it counts steps that are still on the GPU.
+    """
+    in_flight = getattr(request, "num_in_flight_tokens", None)
+    if in_flight is None:  # before 0.32
+        in_flight = request.num_output_placeholders
+    settled: int = min(request.num_computed_tokens - max(0, in_flight), len(request.all_token_ids))
+    return max(0, settled)
+
+
+def transfer_groups(kv_cache_config: Any) -> list[Any]:
+    """Return the KV cache groups that take part in a transfer."""
+    return list(getattr(kv_cache_config, "transfer_groups", kv_cache_config.kv_cache_groups))
+
+
+def call_if_there(target: Any, method: str, *args: Any) -> Any:
+    """Call a hook of a base class that older versions do not have; None if it is not there."""
+    function = getattr(target, method, None)
+    return function(*args) if function is not None else None
+
+
+def order_leases(worker: Any) -> None:
+    """Let an early release take effect on workers that look at their leases in order of entry (0.21)."""
+    leases = getattr(worker, "_reqs_to_send", None)
+    if leases and not hasattr(worker, "_reap_expired_send_leases"):
+        worker._reqs_to_send = dict(sorted(leases.items(), key=lambda lease: lease[1]))
+
+
+def quiet_releases(worker: Any) -> None:
+    """Keep a decode engine's worker from warning of each early release as of a lease that ran out.
+
+    On a decode engine every release is the control plane's doing; no vLLM so far has a call for one.
+    """
+    for kind in type(worker).__mro__:
+        if kind.__module__.startswith("vllm.") and ".nixl" in kind.__module__:
+            logger = logging.getLogger(kind.__module__)
+            if not any(isinstance(known, _NotOfReleases) for known in logger.filters):
+                logger.addFilter(_NotOfReleases())
+
+
+class _NotOfReleases(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("Releasing expired KV blocks")

@@ -1,0 +1,126 @@
+"""The connector's settings, from `kv_connector_extra_config` and the environment."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+PREFIX = "kvplane_"
+_TARGET_SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:")
+ADDRESS_VARIABLE = "KVPLANE_ADDRESS"
+"""Environment variable that stands in for `kvplane_address`."""
+
+
+class ConfigError(ValueError):
+    """A setting is missing, unknown or out of range; the message is one line and names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorConfig:
+    """The connector's settings, checked.
+
+    Attributes:
+        address: where the control plane listens, "host:port" or "host:port,host:port".
+        endpoint: HTTP base URL of this engine, "" if only routers know it.
+        chunk_tokens: tokens per fingerprint entry; smaller finds longer equal prefixes and costs more.
+        retain_fraction: largest share of the KV blocks kept for later turns.
+        free_block_floor: share of the KV blocks below which kept ones are given back.
+        remote_host: address other engines reach this one's NIXL side channel at, "" for vLLM's own.
+    """
+
+    address: str
+    endpoint: str = ""
+    chunk_tokens: int = 64
+    retain_fraction: float = 0.5
+    free_block_floor: float = 0.1
+    remote_host: str = ""
+
+
+_KEYS = tuple(f"{PREFIX}{name}" for name in ConnectorConfig.__slots__)
+
+
+def read_config(
+    extra: Mapping[str, Any] | None, environment: Mapping[str, str] | None = None
+) -> ConnectorConfig:
+    """Return the settings in vLLM's extra config.
+
+    Keys that do not begin with "kvplane_" belong to others and are left alone.
+
+    Raises:
+        ConfigError: a kvplane_ key is unknown or its value is not usable.
+    """
+    given = {key: value for key, value in (extra or {}).items() if key.startswith(PREFIX)}
+    for key in given:
+        if key not in _KEYS:
+            names = [name.removeprefix(PREFIX) for name in _KEYS]
+            near = difflib.get_close_matches(key.removeprefix(PREFIX), names, 1)
+            hint = f"did you mean {PREFIX}{near[0]}?" if near else f"known: {', '.join(_KEYS)}"
+            raise ConfigError(f"kv_connector_extra_config: unknown key {key}; {hint}")
+    variables = os.environ if environment is None else environment
+    address = given.get("kvplane_address") or variables.get(ADDRESS_VARIABLE, "")
+    if not isinstance(address, str) or not address.strip():
+        raise ConfigError(
+            "kv_connector_extra_config: kvplane_address is missing; set it to the control plane's host:port"
+            f" (or set {ADDRESS_VARIABLE})"
+        )
+    return ConnectorConfig(
+        address=_address(address.strip()),
+        endpoint=_endpoint(_text(given, "kvplane_endpoint")),
+        chunk_tokens=_chunk_tokens(given.get("kvplane_chunk_tokens", 64)),
+        retain_fraction=_share(given, "kvplane_retain_fraction", 0.5),
+        free_block_floor=_share(given, "kvplane_free_block_floor", 0.1),
+        remote_host=_text(given, "kvplane_remote_host").strip("[]"),
+    )
+
+
+def _address(value: str) -> str:
+    if value.startswith(_TARGET_SCHEMES):
+        return value
+    for part in value.split(","):
+        if "://" in part:
+            raise ConfigError(f"kvplane_address: {part!r} is a URL; give host:port")
+        host, colon, port = part.strip().rpartition(":")
+        if ":" not in part or not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ConfigError(f"kvplane_address: {part!r} is not host:port")
+    return value
+
+
+def _endpoint(value: str) -> str:
+    if not value:
+        return ""
+    try:
+        parts = urlsplit(value)
+        valid = (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and (parts.port is None or parts.port > 0)
+        )
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ConfigError(f"kvplane_endpoint: {value!r} is not an HTTP base URL such as http://10.0.0.7:8200")
+    return value.rstrip("/")
+
+
+def _chunk_tokens(value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= 65536:
+        raise ConfigError(f"kvplane_chunk_tokens: {value!r} is not an integer from 1 to 65536")
+    return value
+
+
+def _share(given: Mapping[str, Any], key: str, default: float) -> float:
+    value = given.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ConfigError(f"{key}: {value!r} is not a number from 0 to 1")
+    return float(value)
+
+
+def _text(given: Mapping[str, Any], key: str) -> str:
+    value = given.get(key, "")
+    if not isinstance(value, str):
+        raise ConfigError(f"{key}: {value!r} is not a string")
+    return value.strip()

@@ -1,0 +1,65 @@
+"""The class vLLM loads: NIXL's pull connector, with kvplane in its scheduler half.
+
+--kv-transfer-config '{"kv_connector": "KVPlaneConnector",
+                       "kv_connector_module_path": "kvplane.connector.plugin",
+                       "kv_role": "kv_consumer",
+                       "kv_connector_extra_config": {"kvplane_address": "10.0.0.5:50051"}}'
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from kvplane.connector import compat
+from kvplane.connector.config import read_config
+from kvplane.connector.engine import turn_on_bidirectional
+from kvplane.connector.scheduler import KVPlaneConnectorScheduler
+
+
+class KVPlaneConnector(compat.ConnectorBase):  # type: ignore[misc]  # vLLM is not there when this is checked
+    """NIXL's pull connector that announces what it retains and verifies what it pulls.
+
+    Raises:
+        ConfigError: when it is made, with one line that names the setting.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        read_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        turn_on_bidirectional(vllm_config)
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._kvplane: KVPlaneConnectorScheduler | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._kvplane = KVPlaneConnectorScheduler(vllm_config, self.engine_id, kv_cache_config)
+            self.connector_scheduler = self._kvplane
+        elif vllm_config.kv_transfer_config.kv_role == "kv_consumer":
+            compat.quiet_releases(self.connector_worker)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """See vLLM."""
+        if self._kvplane is not None:
+            self._kvplane.bind_gpu_block_pool(gpu_block_pool)
+
+    def on_new_request(self, request: Any) -> None:
+        """See vLLM."""
+        if self._kvplane is not None:
+            self._kvplane.on_new_request(request)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """See vLLM."""
+        if self._kvplane is not None:
+            self._kvplane.update_connector_output(connector_output)
+
+    def reset_cache(self) -> bool | None:
+        """See vLLM. False while retained blocks are held: they are on their way out, try again."""
+        return self._kvplane.reset_cache() if self._kvplane is not None else None
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """See vLLM."""
+        super().start_load_kv(forward_context, **kwargs)
+        compat.order_leases(self.connector_worker)
+
+
+# Under this name vLLM also makes its checks for NIXL, which go by name (decode context parallelism).
+NixlConnector = KVPlaneConnector

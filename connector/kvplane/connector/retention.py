@@ -1,0 +1,319 @@
+"""How much KV a decode engine keeps for later turns, and whose goes first.
+
+Pure bookkeeping: no vLLM, no network, time injected. The life of what is kept:
+
+    RETAINED -> WITHDRAWING -> FREEING -> gone
+                     |            ^
+                     +-> CLAIMED -+    (a reader holds it: until read, ordered, or its claim must be over)
+
+Nothing is freed early without an agreement: the control plane said that nobody can read it any more, or
+nobody was ever told of it, or the engine has been out of contact for so long that whatever was known of it
+is forgotten and whoever was reading is done.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+
+_ASK_AGAIN_MARGIN_S = 5.0
+_TICK_S = 0.25
+
+
+class State(Enum):
+    """Where a retained request stands."""
+
+    RETAINED = auto()
+    WITHDRAWING = auto()
+    CLAIMED = auto()
+    FREEING = auto()
+
+
+@dataclass(slots=True)
+class Entry:
+    """One retained request. `blocks` are distinct; `until` is when a CLAIMED one is looked at again."""
+
+    request_id: str
+    owner: Hashable
+    blocks: tuple[int, ...]
+    state: State = State.RETAINED
+    until: float = 0.0
+    agreed: bool = False
+    hold_until: float = 0.0
+
+
+class _DistinctBlocks:
+    """Counts blocks that any of several requests hold, each once: turns share their prefixes."""
+
+    def __init__(self) -> None:
+        self._holders: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def add(self, blocks: Iterable[int]) -> None:
+        self._holders.update(blocks)
+
+    def remove(self, blocks: Iterable[int]) -> int:
+        """Take the blocks off once; returns how many nobody holds any more."""
+        gone = 0
+        for block in blocks:
+            if self._holders[block] == 1:
+                del self._holders[block]
+                gone += 1
+            else:
+                self._holders[block] -= 1
+        return gone
+
+    def new(self, blocks: Iterable[int]) -> int:
+        return sum(block not in self._holders for block in blocks)
+
+
+class Retention:
+    """The budget. Belongs to the scheduler thread.
+
+    Decisions are left in `take_withdrawals` and `take_frees`, for the caller to carry out. Costs are
+    O(blocks of the request) for a change of state and O(1) for a step without any.
+
+    Args:
+        total_blocks: of the engine's pool.
+        fraction: largest share of it to keep.
+        floor: share of it below which free blocks make kept ones go.
+        monotonic: the clock of everything here.
+        lease_ttl_s: after which the control plane forgets an engine it does not hear of.
+        claim_timeout_s: after which a reader is done.
+    """
+
+    def __init__(
+        self,
+        total_blocks: int,
+        *,
+        fraction: float = 0.5,
+        floor: float = 0.1,
+        monotonic: Callable[[], float],
+        lease_ttl_s: float = 10.0,
+        claim_timeout_s: float = 30.0,
+    ) -> None:
+        self.budget = int(total_blocks * fraction)
+        """Distinct blocks that may stay."""
+        self.floor = int(total_blocks * floor)
+        """Free blocks that should be left."""
+        # What is on its way out still takes room for a moment; beyond this nothing more comes in.
+        self.ceiling = min(self.budget + self.budget // 2, max(self.budget, total_blocks - self.floor))
+        """Distinct blocks that may be held for a moment, with those that are on their way out."""
+        self.lease_ttl_s = lease_ttl_s
+        self.claim_timeout_s = claim_timeout_s
+        self._monotonic = monotonic
+        self._entries: OrderedDict[str, Entry] = OrderedDict()  # oldest first
+        self._by_owner: dict[Hashable, str] = {}
+        self._superseded: OrderedDict[str, None] = OrderedDict()
+        self._leaving: dict[str, Entry] = {}
+        self._held = _DistinctBlocks()  # by any entry
+        self._kept = _DistinctBlocks()  # by entries that are to stay
+        self._staying = _DistinctBlocks()  # by those, and by entries that a reader holds
+        self._withdrawals: list[str] = []
+        self._frees: list[str] = []
+        self._next_tick = 0.0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._entries
+
+    @property
+    def held_blocks(self) -> int:
+        """Distinct blocks held, those on their way out included."""
+        return len(self._held)
+
+    @property
+    def kept_blocks(self) -> int:
+        """Distinct blocks that are to stay; what counts against the budget."""
+        return len(self._kept)
+
+    def request_ids(self) -> list[str]:
+        """Return all retained requests, oldest first."""
+        return list(self._entries)
+
+    def state(self, request_id: str) -> State | None:
+        """Return where a request stands, None if it is not retained."""
+        entry = self._entries.get(request_id)
+        return entry.state if entry is not None else None
+
+    def refusal(self, blocks: Iterable[int]) -> str:
+        """Return why these blocks cannot be retained, "" if they can."""
+        distinct = set(blocks)
+        if not distinct:
+            return "no_blocks"
+        if len(distinct) > self.budget:
+            return "larger_than_budget"
+        if len(self._held) + self._held.new(distinct) > self.ceiling:
+            return "over_budget"
+        return ""
+
+    def retain(self, request_id: str, owner: Hashable, blocks: Iterable[int]) -> None:
+        """Keep a request's blocks; what no longer fits is withdrawn, the superseded and the oldest first."""
+        entry = Entry(request_id, owner, tuple(set(blocks)))
+        self._entries[request_id] = entry
+        self._held.add(entry.blocks)
+        self._kept.add(entry.blocks)
+        self._staying.add(entry.blocks)
+        older = self._by_owner.get(owner)
+        if older is not None and older in self._entries:
+            self._superseded[older] = None
+        self._by_owner[owner] = request_id
+        if len(self._kept) > self.budget:
+            for victim in self._victims(spare=owner):
+                self._withdraw(victim)
+                if len(self._kept) <= self.budget:
+                    break
+
+    def relieve(self, free_blocks: int, *, wanted_blocks: int = 0, spare: Hashable = None) -> None:
+        """Withdraw for want of free blocks: below the floor, or for a request that cannot be scheduled.
+
+        Args:
+            free_blocks: in the pool now.
+            wanted_blocks: that the waiting request needs, 0 if none waits.
+            spare: owner whose entry goes last: the conversation that waits.
+        """
+        coming = len(self._held) - len(self._staying)
+        missing = max(self.floor, wanted_blocks) - free_blocks - coming
+        if wanted_blocks and coming == 0 and free_blocks < 2 * wanted_blocks + self.floor:
+            missing = max(missing, 1)  # our sum is an estimate; the request does wait
+        if missing <= 0 or not len(self._kept):
+            return
+        for victim in self._victims(spare):
+            missing -= self._withdraw(victim)
+            if missing <= 0:
+                return
+
+    def withdraw(self, request_id: str) -> None:
+        """Ask a request's blocks back, if they are to stay."""
+        entry = self._entries.get(request_id)
+        if entry is not None and entry.state is State.RETAINED:
+            self._withdraw(entry)
+
+    def withdraw_all(self) -> None:
+        """Ask everything back."""
+        for request_id in self.request_ids():
+            self.withdraw(request_id)
+
+    def claimed(self, request_id: str) -> None:
+        """Note that a reader holds a request: it goes by being read."""
+        entry = self._entries.get(request_id)
+        if entry is not None and entry.state is State.RETAINED:
+            self._claim(entry, self._monotonic() + self.claim_timeout_s + _ASK_AGAIN_MARGIN_S)
+
+    def withdrawn(self, request_id: str, *, claimed: bool) -> None:
+        """Note the answer to a withdrawal: a reader holds it, or nobody can read it any more."""
+        entry = self._entries.get(request_id)
+        if entry is None or entry.state is not State.WITHDRAWING:
+            return
+        if claimed:
+            self._claim(entry, self._monotonic() + self.claim_timeout_s + _ASK_AGAIN_MARGIN_S)
+        else:
+            self._agree(entry)
+
+    def release(self, request_id: str) -> None:
+        """Note that nobody can read a request's blocks any more: an order, a refusal, or never announced."""
+        entry = self._entries.get(request_id)
+        if entry is not None and entry.state is not State.FREEING:
+            self._agree(entry)
+
+    def hold(self) -> None:
+        """Free nothing early for one claim timeout: the record of who reads what is lost."""
+        until = self._monotonic() + self.claim_timeout_s
+        for entry in self._entries.values():
+            entry.hold_until = until
+
+    def freed(self, request_id: str) -> bool:
+        """Note that a request's blocks are free; False if it was not retained."""
+        entry = self._entries.pop(request_id, None)
+        if entry is None:
+            return False
+        self._leave(entry)
+        self._held.remove(entry.blocks)
+        self._leaving.pop(request_id, None)
+        self._superseded.pop(request_id, None)
+        if self._by_owner.get(entry.owner) == request_id:
+            del self._by_owner[entry.owner]
+        return True
+
+    def tick(self, last_contact: float | None) -> None:
+        """Look after what waits for an answer; call it at every step, it works a few times a second.
+
+        Args:
+            last_contact: when the control plane was last in contact, None if never.
+        """
+        now = self._monotonic()
+        if not self._leaving or now < self._next_tick:
+            return
+        self._next_tick = now + _TICK_S
+        forgotten = last_contact is None or now - last_contact > self.lease_ttl_s + self.claim_timeout_s
+        for entry in list(self._leaving.values()):
+            if entry.state is State.FREEING:
+                continue
+            due = entry.state is State.CLAIMED and now >= entry.until
+            if forgotten or (due and entry.agreed):
+                self._agree(entry)
+            elif due:
+                self._withdraw(entry)
+
+    def take_withdrawals(self) -> list[str]:
+        """Return the requests to withdraw that were decided on since the last call."""
+        taken, self._withdrawals = self._withdrawals, []
+        return taken
+
+    def take_frees(self) -> list[str]:
+        """Return the requests to free that were decided on since the last call."""
+        taken, self._frees = self._frees, []
+        return taken
+
+    def _victims(self, spare: Hashable = None) -> Iterator[Entry]:
+        """Yield what may be withdrawn, least valuable first."""
+        for request_id in list(self._superseded):
+            if self._entries[request_id].state is State.RETAINED:
+                yield self._entries[request_id]
+        late = list[Entry]()
+        for entry in list(self._entries.values()):
+            if entry.state is State.RETAINED and entry.request_id not in self._superseded:
+                if spare is not None and entry.owner == spare:
+                    late.append(entry)
+                else:
+                    yield entry
+        yield from late
+
+    def _withdraw(self, entry: Entry) -> int:
+        """Ask for an entry's blocks back; returns how many blocks that will give."""
+        self._withdrawals.append(entry.request_id)
+        return self._move(entry, State.WITHDRAWING)
+
+    def _claim(self, entry: Entry, until: float) -> None:
+        entry.until = until
+        self._move(entry, State.CLAIMED)
+
+    def _agree(self, entry: Entry) -> None:
+        entry.agreed = True
+        if self._monotonic() < entry.hold_until:
+            self._claim(entry, entry.hold_until)
+        else:
+            self._move(entry, State.FREEING)
+            self._frees.append(entry.request_id)
+
+    def _move(self, entry: Entry, state: State) -> int:
+        """Change an entry's state; returns how many blocks nobody stays on any more."""
+        gone = self._leave(entry)
+        entry.state = state
+        if state is State.CLAIMED:
+            self._staying.add(entry.blocks)
+        self._leaving[entry.request_id] = entry
+        return gone
+
+    def _leave(self, entry: Entry) -> int:
+        if entry.state is State.RETAINED:
+            self._kept.remove(entry.blocks)
+        if entry.state in (State.RETAINED, State.CLAIMED):
+            return self._staying.remove(entry.blocks)
+        return 0

@@ -1,0 +1,292 @@
+"""vLLM's NIXL pull scheduler with kvplane on both sides of it.
+
+On a decode engine it retains and announces finished turns; on a prefill engine it verifies what it is told
+before it pulls. Decisions are made in `keeper`, `pull` and `prefill`; here they meet vLLM. Every method runs
+on the scheduler's thread and returns at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+from kvplane.client.logs import get_logger, trace
+from kvplane.client.model import EngineRole
+from kvplane.client.sync import EngineSessionThread
+from kvplane.connector import compat
+from kvplane.connector.config import read_config
+from kvplane.connector.engine import (
+    base_context,
+    cache_layout,
+    describe_engine,
+    request_context,
+    request_items,
+)
+from kvplane.connector.envelope import MEMBER, Envelope, Outcome, read_envelope
+from kvplane.connector.keeper import FinishedTurn, Keeper
+from kvplane.connector.prefill import PrefillLedger
+from kvplane.connector.pull import PullPlan, offers_blocks, plan_pull
+from kvplane.connector.retention import Retention
+
+_log = get_logger("kvplane.connector")
+_clock = time.perf_counter  # vLLM's clock for deadlines of blocks
+
+
+class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # vLLM is not there when checked
+    """The scheduler side of KVPlaneConnector."""
+
+    def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        self._kvplane = read_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._layout = cache_layout(vllm_config, kv_cache_config)
+        self._context = base_context(vllm_config)
+        self._ledger = PrefillLedger(_clock)
+        self._faults: Counter[str] = Counter()
+        self._live: set[str] = set()  # requests waiting or running
+        self._admitted: set[str] = set()  # those of them that were given blocks
+        self._waiting: Any = None  # asked about in this step, not given blocks yet
+        self._waiting_local_tokens = 0
+        self._pool: Any = None
+        self._retains = False
+        self._session: EngineSessionThread | None = None
+        self._keeper: Keeper | None = None
+
+    # Life
+
+    def bind_gpu_block_pool(self, pool: Any) -> None:
+        """Take the pool whose blocks are budgeted, and begin the session with the control plane."""
+        self._pool = pool
+        self._begin(pool.num_gpu_blocks - 1)  # one block is vLLM's placeholder
+
+    def _begin(self, total_blocks: int) -> Keeper:
+        spec = describe_engine(self.vllm_config, self.engine_id, self._kvplane, total_blocks)
+        self._retains = spec.role is not EngineRole.PREFILL and not self._layout.recurrent
+        self._session = EngineSessionThread(self._kvplane.address, spec, monotonic=_clock)
+        retention = Retention(
+            total_blocks,
+            fraction=self._kvplane.retain_fraction,
+            floor=self._kvplane.free_block_floor,
+            monotonic=_clock,
+        )
+        self._keeper = Keeper(self._kvplane, self._session, retention, monotonic=_clock)
+        self._session.start()
+        _log.info(
+            "connector_started",
+            engine_id=self.engine_id,
+            role=str(spec.role),
+            model=spec.profile.model,
+            retains=self._retains,
+            budget_blocks=retention.budget,
+            total_blocks=total_blocks,
+        )
+        return self._keeper
+
+    def shutdown(self) -> None:
+        """End the session, then what is vLLM's."""
+        if self._session is not None:
+            self._session.close()
+        super().shutdown()
+
+    def reset_cache(self) -> bool:
+        """Forget everything retained. False while blocks of it are held: free after the next steps."""
+        return self._keeper is None or self._keeper.reset()
+
+    # Both sides
+
+    def on_new_request(self, request: Any) -> None:
+        """Note a request (vLLM 0.32 and later)."""
+        compat.call_if_there(super(), "on_new_request", request)
+        self._live.add(request.request_id)
+        if _is_prefill(request):
+            self._ledger.arrive(request.request_id)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See vLLM; what a prefill request may pull is verified before."""
+        self._live.add(request.request_id)
+        self._waiting, self._waiting_local_tokens = request, num_computed_tokens
+        matched: tuple[int | None, bool]
+        if _is_prefill(request):
+            matched = self._match_for_prefill(request, num_computed_tokens)
+        else:
+            matched = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return matched
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See vLLM; also lets the worker know of every request that may be retained."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        request_id = request.request_id
+        self._admitted.add(request_id)
+        if self._waiting is request:
+            self._waiting = None
+        if _is_prefill(request):
+            reading = self._reqs_need_recv.get(request_id)
+            into = {block for group in reading[1] for block in group} if reading is not None else set()
+            self._ledger.allocated(request_id, num_external_tokens, into)
+        elif self._envelope(request) is not None:
+            # Without do_remote_prefill (a direct turn) vLLM's worker would never hear of the request, and
+            # then ignore its deadline, its release and its read: its blocks would stay for good.
+            self._reqs_in_batch.add(request_id)
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """See vLLM; a decode engine keeps the blocks of turns it can announce, and no others."""
+        self._live.discard(request.request_id)
+        self._admitted.discard(request.request_id)
+        if self._keeper is not None:
+            self._report_load(self._keeper)  # there may be no step for a long time
+        delay: bool
+        delay, params = super().request_finished(request, block_ids)
+        if _is_prefill(request):
+            return delay, self._with_report(request, params)
+        if delay and not self._keep(request, block_ids, params):
+            delay = False
+            self._reqs_need_send.pop(request.request_id, None)
+            self._reqs_not_processed.add(request.request_id)
+        return delay, None
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """See vLLM; notes which reads ended and which retained blocks are free again."""
+        compat.call_if_there(super(), "update_connector_output", connector_output)
+        if connector_output.finished_recving:
+            self._ledger.received(
+                connector_output.finished_recving,
+                getattr(connector_output, "failed_recving", None) or frozenset(),
+                connector_output.invalid_block_ids or frozenset(),
+            )
+        if connector_output.finished_sending and self._keeper is not None:
+            self._keeper.freed(connector_output.finished_sending)
+            self._report_load(self._keeper)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """See vLLM; also the step in which retained blocks are looked after."""
+        try:
+            self._look_after()
+        except Exception as error:
+            self._fault("step", error)
+        return super().build_connector_meta(scheduler_output)
+
+    # Decode side
+
+    def _envelope(self, request: Any) -> Envelope | None:
+        return read_envelope(request.kv_transfer_params) if self._retains else None
+
+    def _keep(self, request: Any, block_ids: Any, params: dict[str, Any] | None) -> bool:
+        envelope = self._envelope(request)
+        if envelope is None or params is None or self._keeper is None:
+            return False
+        tokens = compat.settled_tokens(request)
+        blocks = [list(group) for group in params["remote_block_ids"]]
+        if self._layout.cuttable:
+            blocks = [group[: self._layout.blocks_for(tokens)] for group in blocks]
+        elif self._layout.blocks_for(tokens) != self._layout.blocks_for(request.num_computed_tokens):
+            self._keeper.counts["not_retained:step_in_flight"] += 1
+            return False
+        params.update(remote_block_ids=blocks, remote_num_tokens=tokens)
+        if self._kvplane.remote_host:
+            params["remote_host"] = self._kvplane.remote_host
+        try:
+            return self._keeper.finish(
+                FinishedTurn(
+                    request_id=request.request_id,
+                    envelope=envelope,
+                    context=request_context(self._context, request),
+                    tokens=request.all_token_ids[:tokens],
+                    items=request_items(request),
+                    blocks=[block for group in block_ids for block in group if block],
+                    params=params,
+                    expires_at=self._reqs_need_send[request.request_id],
+                )
+            )
+        except Exception as error:
+            self._fault("announce", error)
+            return False
+
+    def _look_after(self) -> None:
+        keeper = self._keeper or self._begin(self.kv_cache_config.num_blocks - 1)
+        free_blocks = self._pool.get_num_free_blocks() if self._pool is not None else None
+        waiting, self._waiting = self._waiting, None
+        wanted, spare = 0, None
+        if waiting is not None:
+            block_size = self._layout.block_size
+            wanted = (
+                self._layout.blocks_for(waiting.num_tokens) + 1 - self._waiting_local_tokens // block_size
+            )
+            spare = self._envelope(waiting)
+        for request_id in keeper.step(free_blocks, wanted_blocks=max(0, wanted), spare=spare):
+            self._reqs_need_send[request_id] = _clock()  # due now: the worker lets go of it in this step
+        self._report_load(keeper)
+
+    def _report_load(self, keeper: Keeper) -> None:
+        keeper.report_load(
+            running=len(self._admitted),
+            waiting=len(self._live - self._admitted),
+            free_blocks=self._pool.get_num_free_blocks() if self._pool is not None else 0,
+        )
+
+    # Prefill side
+
+    def _match_for_prefill(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        request_id, params = request.request_id, request.kv_transfer_params
+        self._ledger.arrive(request_id)
+        matched: tuple[int | None, bool] = 0, False
+        if self._ledger.may_pull(request_id):
+            self._verify(request)
+            if not (self.use_host_buffer and params.get("remote_block_ids")):
+                matched = super().get_num_new_matched_tokens(request, local_tokens)
+        self._ledger.asked(request_id, local_tokens, matched[0] or 0)
+        return matched
+
+    def _with_report(self, request: Any, params: dict[str, Any] | None) -> dict[str, Any] | None:
+        if params is None:
+            self._ledger.forget(request.request_id)
+            return None
+        return {**params, MEMBER: self._ledger.report(request.request_id, request.num_prompt_tokens)}
+
+    def _verify(self, request: Any) -> None:
+        """Cut what the request is to pull to what is equal; once, and again only if it waited too long."""
+        request_id, params = request.request_id, request.kv_transfer_params
+        plan = self._ledger.plan(request_id)
+        too_late = self._too_late(request_id)
+        if plan is None:
+            if not offers_blocks(params):
+                return
+            plan = self._plan(request, too_late)
+        elif too_late and plan.outcome is None:
+            plan = PullPlan(0, None, Outcome.COLD, "queued_too_long")
+        else:
+            return
+        self._ledger.planned(request_id, plan)
+        params["remote_num_tokens"], params["remote_block_ids"] = plan.tokens, plan.block_ids
+
+    def _plan(self, request: Any, too_late: bool) -> PullPlan:
+        if self.use_host_buffer:  # vLLM reads nothing into a prefill engine that stages through the host
+            return PullPlan(0, None, Outcome.COLD, "host_buffer")
+        try:
+            return plan_pull(
+                request.kv_transfer_params,
+                layout=self._layout,
+                context=request_context(self._context, request),
+                tokens=request.prompt_token_ids or (),
+                items=request_items(request),
+                too_late=too_late,
+            )
+        except Exception as error:
+            self._fault("verify", error)
+            return PullPlan(0, None, Outcome.NO_FINGERPRINT, "fault")
+
+    def _too_late(self, request_id: str) -> bool:
+        """Whether the claim behind a request may end before its read does: a third of it is the margin."""
+        registration = self._session.registration if self._session is not None else None
+        claim_timeout_s = registration.claim_timeout_s if registration is not None else 30.0
+        return self._ledger.waited(request_id) > claim_timeout_s * 2 / 3
+
+    def _fault(self, where: str, error: Exception) -> None:
+        """A fault of kvplane's costs reuse, never a request; logged once per place."""
+        self._faults[where] += 1
+        if self._faults[where] == 1:
+            _log.error("connector_fault", where=where, error=type(error).__name__, trace=trace(error))
+
+
+def _is_prefill(request: Any) -> bool:
+    params = request.kv_transfer_params
+    return isinstance(params, dict) and bool(params.get("do_remote_decode"))

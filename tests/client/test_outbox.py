@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import pytest
+
+from kvplane.client.model import (
+    Announcement,
+    ConversationKey,
+    EngineLoad,
+    Fingerprint,
+    ReleaseOutcome,
+    RequestId,
+)
+from kvplane.client.outbox import MAX_BATCH, Outbox
+
+
+class Time:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def announcement(name: str, params: bytes = b"{}") -> Announcement:
+    key = ConversationKey("t", "m", name)
+    return Announcement(key, RequestId(name), 1, 64, 2, params, Fingerprint(64, b"12345678"), 0.0)
+
+
+@pytest.fixture
+def time() -> Time:
+    return Time()
+
+
+@pytest.fixture
+def outbox(time: Time) -> Outbox:
+    return Outbox(monotonic=time, margin_s=5.0, limit=4)
+
+
+def ids(*names: str) -> list[RequestId]:
+    return [RequestId(name) for name in names]
+
+
+def test_empty_outbox_gives_an_empty_batch(outbox: Outbox) -> None:
+    batch, expired = outbox.take()
+    assert not batch.announcements
+    assert not expired
+    assert not outbox.urgent
+
+
+def test_announced_life_is_what_is_left_when_sent_less_the_margin(outbox: Outbox, time: Time) -> None:
+    outbox.announce(announcement("a"), expires_at=time.now + 480)
+    time.now += 100
+    (sent,) = outbox.take()[0].announcements
+    assert sent.ttl_s == pytest.approx(375)
+    assert not sent.reannounced
+
+
+def test_exactly_at_the_margin_it_is_dropped_and_said_so(outbox: Outbox, time: Time) -> None:
+    outbox.announce(announcement("a"), expires_at=time.now + 5)
+    batch, expired = outbox.take()
+    assert not batch.announcements
+    assert expired == ids("a")
+    assert len(outbox) == 0
+
+
+def test_oldest_unsent_announcements_go_when_too_many_wait(outbox: Outbox, time: Time) -> None:
+    dropped = [
+        gone for name in "abcdef" for gone in outbox.announce(announcement(name), expires_at=time.now + 480)
+    ]
+    assert dropped == ids("a", "b")
+    assert outbox.dropped == 2
+    assert [sent.request_id for sent in outbox.take()[0].announcements] == ids("c", "d", "e", "f")
+
+
+def test_sent_announcements_are_never_dropped_for_new_ones(outbox: Outbox, time: Time) -> None:
+    for name in "abcd":
+        outbox.announce(announcement(name), expires_at=time.now + 480)
+    outbox.take()
+    outbox.restart()  # all four wait to be announced again
+    assert outbox.announce(announcement("e"), expires_at=time.now + 480) == ids("e")
+    assert len(outbox) == 4
+
+
+def test_withdrawing_what_was_never_sent_asks_nobody(outbox: Outbox, time: Time) -> None:
+    outbox.announce(announcement("a"), expires_at=time.now + 480)
+    assert outbox.withdraw(RequestId("a")) is False
+    batch, _ = outbox.take()
+    assert not batch.announcements
+    assert not batch.withdrawals
+
+
+def test_withdrawing_what_was_sent_asks(outbox: Outbox, time: Time) -> None:
+    outbox.announce(announcement("a"), expires_at=time.now + 480)
+    outbox.take()
+    assert outbox.withdraw(RequestId("a")) is True
+    assert outbox.take()[0].withdrawals == ids("a")
+    assert outbox.withdrawing
+    assert outbox.withdrawn(RequestId("a"), ReleaseOutcome.RELEASED)
+    assert not outbox.withdrawing
+    assert not outbox.withdrawn(RequestId("a"), ReleaseOutcome.RELEASED)  # said once
+
+
+def test_withdrawing_the_unknown_asks_nobody(outbox: Outbox) -> None:
+    assert outbox.withdraw(RequestId("a")) is False
+
+
+def test_a_new_stream_announces_again_and_asks_again(outbox: Outbox, time: Time) -> None:
+    for name in "abcd":
+        outbox.announce(announcement(name), expires_at=time.now + 480)
+    outbox.take()
+    for name in "bc":
+        outbox.withdraw(RequestId(name))
+    outbox.take()
+    outbox.withdrawn(RequestId("c"), ReleaseOutcome.CLAIMED)
+    outbox.ordered(RequestId("d"))
+    time.now += 80
+    outbox.restart()
+    batch, _ = outbox.take()
+    (again,) = batch.announcements
+    assert again.request_id == "a"
+    assert again.ttl_s == pytest.approx(395)
+    assert again.reannounced
+    assert batch.withdrawals == ids("b", "c")
+
+
+def test_freed_is_said_only_of_what_was_sent(outbox: Outbox, time: Time) -> None:
+    outbox.announce(announcement("a"), expires_at=time.now + 480)
+    outbox.take()
+    outbox.announce(announcement("b"), expires_at=time.now + 480)
+    for name in "abx":
+        outbox.freed(RequestId(name))
+    batch, _ = outbox.take()
+    assert batch.freed == ids("a")
+    assert not batch.announcements
+    assert len(outbox) == 0
+
+
+def test_freed_is_said_again_if_its_message_was_lost(outbox: Outbox, time: Time) -> None:
+    outbox.announce(announcement("a"), expires_at=time.now + 480)
+    outbox.take()
+    outbox.freed(RequestId("a"))
+    batch, _ = outbox.take()
+    outbox.lost([batch])
+    outbox.restart()
+    assert outbox.take()[0].freed == ids("a")
+
+
+def test_an_order_is_passed_on_once_and_answered_if_nothing_is_held(outbox: Outbox, time: Time) -> None:
+    outbox.announce(announcement("a"), expires_at=time.now + 480)
+    outbox.take()
+    assert outbox.ordered(RequestId("a")) is True
+    assert outbox.ordered(RequestId("a")) is False
+    assert outbox.ordered(RequestId("unknown")) is False
+    assert outbox.take()[0].freed == ids("unknown")
+
+
+def test_renewals_carry_the_true_life(outbox: Outbox, time: Time) -> None:
+    outbox.announce(announcement("a"), expires_at=time.now + 480)
+    outbox.renew(RequestId("a"))  # not sent yet: nothing to correct
+    outbox.take()
+    time.now += 10
+    outbox.renew(RequestId("a"))
+    outbox.renew(RequestId("unknown"))
+    assert outbox.take()[0].renewals == {"a": pytest.approx(465)}
+
+
+def test_only_a_changed_load_is_sent(outbox: Outbox) -> None:
+    assert not outbox.load_due
+    outbox.set_load(EngineLoad(1, 2, 3, 4, 5))
+    assert outbox.take()[0].load == EngineLoad(1, 2, 3, 4, 5)
+    outbox.set_load(EngineLoad(1, 2, 3, 4, 5))
+    assert not outbox.load_due
+    outbox.restart()
+    assert outbox.load_due
+
+
+def test_batches_are_bounded_in_number_and_bytes(time: Time) -> None:
+    outbox = Outbox(monotonic=time, limit=10_000)
+    for number in range(MAX_BATCH + 1):
+        outbox.announce(announcement(str(number)), expires_at=time.now + 480)
+    assert len(outbox.take()[0].announcements) == MAX_BATCH
+    assert len(outbox.take()[0].announcements) == 1
+    for number in range(8):
+        outbox.announce(announcement(f"big{number}", bytes(1 << 20)), expires_at=time.now + 480)
+    assert len(outbox.take()[0].announcements) == 2
+
+
+def test_reports_of_freed_blocks_are_bounded(time: Time) -> None:
+    outbox = Outbox(monotonic=time, limit=1)
+    for number in range(100):
+        outbox.ordered(RequestId(str(number)))
+    assert len(outbox.take()[0].freed) == 8

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvplane.connector.config import ConfigError, ConnectorConfig, read_config
+
+ADDRESS = {"kvplane_address": "10.0.0.5:50051"}
+
+
+def test_defaults() -> None:
+    assert read_config(ADDRESS, {}) == ConnectorConfig("10.0.0.5:50051", "", 64, 0.5, 0.1, "")
+
+
+def test_all_settings() -> None:
+    extra = {
+        "kvplane_address": "10.0.0.5:50051,10.0.0.6:50051",
+        "kvplane_endpoint": "http://[fd00::7]:8200/",
+        "kvplane_chunk_tokens": 32,
+        "kvplane_retain_fraction": 1,
+        "kvplane_free_block_floor": 0.0,
+        "kvplane_remote_host": "[fd00::7]",
+        "bidirectional_kv_xfer": True,  # not ours
+        "backends": ["UCX"],
+    }
+    assert read_config(extra, {}) == ConnectorConfig(
+        "10.0.0.5:50051,10.0.0.6:50051", "http://[fd00::7]:8200", 32, 1.0, 0.0, "fd00::7"
+    )
+
+
+def test_the_environment_stands_in_for_the_address() -> None:
+    assert read_config({}, {"KVPLANE_ADDRESS": "a:1"}).address == "a:1"
+    assert read_config(None, {"KVPLANE_ADDRESS": "a:1"}).address == "a:1"
+    assert read_config(ADDRESS, {"KVPLANE_ADDRESS": "a:1"}).address == "10.0.0.5:50051"
+
+
+@pytest.mark.parametrize("address", ["localhost:1", "[::1]:50051", "dns:///plane:50051", "unix:/run/plane"])
+def test_addresses(address: str) -> None:
+    assert read_config({"kvplane_address": address}, {}).address == address
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({}, ["kvplane_address", "KVPLANE_ADDRESS"]),
+        ({"kvplane_address": 7}, ["kvplane_address"]),
+        ({"kvplane_address": "http://a:1"}, ["kvplane_address", "URL"]),
+        ({"kvplane_address": "plane"}, ["kvplane_address", "host:port"]),
+        ({"kvplane_address": "plane:"}, ["kvplane_address", "host:port"]),
+        ({"kvplane_address": ":1"}, ["kvplane_address", "host:port"]),
+        ({"kvplane_address": "plane:99999"}, ["kvplane_address", "host:port"]),
+        ({"kvplane_address": "a:1,b"}, ["kvplane_address", "'b'"]),
+        ({"kvplane_adress": "a:1"}, ["kvplane_adress", "did you mean kvplane_address?"]),
+        ({**ADDRESS, "kvplane_x": 1}, ["kvplane_x", "known:"]),
+        ({**ADDRESS, "kvplane_endpoint": "10.0.0.7:8200"}, ["kvplane_endpoint"]),
+        ({**ADDRESS, "kvplane_endpoint": "http://"}, ["kvplane_endpoint"]),
+        ({**ADDRESS, "kvplane_endpoint": "http://a:b"}, ["kvplane_endpoint"]),
+        ({**ADDRESS, "kvplane_endpoint": 8200}, ["kvplane_endpoint"]),
+        ({**ADDRESS, "kvplane_chunk_tokens": 0}, ["kvplane_chunk_tokens"]),
+        ({**ADDRESS, "kvplane_chunk_tokens": "64"}, ["kvplane_chunk_tokens"]),
+        ({**ADDRESS, "kvplane_chunk_tokens": True}, ["kvplane_chunk_tokens"]),
+        ({**ADDRESS, "kvplane_retain_fraction": 1.5}, ["kvplane_retain_fraction"]),
+        ({**ADDRESS, "kvplane_retain_fraction": "half"}, ["kvplane_retain_fraction"]),
+        ({**ADDRESS, "kvplane_free_block_floor": -0.1}, ["kvplane_free_block_floor"]),
+        ({**ADDRESS, "kvplane_remote_host": None}, ["kvplane_remote_host"]),
+    ],
+)
+def test_errors_are_one_line_and_name_the_field(extra: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read_config(extra, {})
+    message = str(raised.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message

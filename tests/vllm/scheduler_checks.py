@@ -1,0 +1,332 @@
+"""Checks of KVPlaneConnectorScheduler on vLLM's own classes. Runs in vLLM's environment: one line per check.
+
+Configuration objects are stand-ins with the attributes NIXL's scheduler reads; requests, KV cache layout and
+the base class are vLLM's. The control plane is an address where nobody listens, the session a recorder.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from kvplane.client import events as ev
+from kvplane.client.model import Announcement, ConversationKey, EngineLoad, Registration, RequestId
+from kvplane.connector import scheduler as under_test
+from kvplane.connector.fingerprint import Context, make_chain
+
+BLOCK = 32
+ENVELOPE = {
+    "tenant_id": "t",
+    "model": "m",
+    "adapter": "",
+    "conversation_id": "c",
+    "turn": 2,
+    "endpoint": "http://d",
+}
+DIRECT = {"do_remote_prefill": False, "do_remote_decode": False, "kvplane": ENVELOPE}
+
+
+class Recorder:
+    """Stands in for EngineSessionThread."""
+
+    def __init__(self, address: str, spec: Any, **_: Any) -> None:
+        self.spec = spec
+        self.attached = True
+        self.last_contact: float | None = 1e12
+        self.registration = Registration(1, 10, 480, 30)
+        self.announced: list[Announcement] = []
+        self.freed_requests: list[str] = []
+        self.events: list[ev.Event] = []
+        self.loads: list[EngineLoad] = []
+
+    def start(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def announce(self, announcement: Announcement, *, expires_at: float) -> None:
+        self.announced.append(announcement)
+
+    def withdraw(self, request_id: RequestId) -> bool:
+        return True
+
+    def freed(self, request_id: RequestId) -> None:
+        self.freed_requests.append(request_id)
+
+    def set_load(self, load: EngineLoad) -> None:
+        self.loads.append(load)
+
+    def start_incarnation(self) -> None:
+        pass
+
+    def drain_events(self) -> list[ev.Event]:
+        events, self.events = self.events, []
+        return events
+
+
+def config(role: str) -> Any:
+    extra = {
+        "kvplane_address": "127.0.0.1:1",
+        "bidirectional_kv_xfer": True,
+        "kvplane_remote_host": "10.0.0.9",
+    }
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            data_parallel_index=3,
+            data_parallel_rank=3,
+        ),
+        cache_config=SimpleNamespace(block_size=BLOCK, cache_dtype="auto"),
+        model_config=SimpleNamespace(
+            model="/models/tiny", revision=None, dtype=torch.float32, served_model_name=["tiny", "t"]
+        ),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),
+        kv_transfer_config=SimpleNamespace(
+            kv_role=role,
+            kv_buffer_device="cpu",
+            kv_connector_extra_config=extra,
+            get_from_extra_config=lambda key, default: extra.get(key, default),
+        ),
+        num_prefill_lookahead_tokens=0,
+    )
+
+
+def scheduler(role: str = "kv_consumer") -> Any:
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    layout = KVCacheConfig(
+        num_blocks=101, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+    )
+    under_test.EngineSessionThread = Recorder  # type: ignore[attr-defined, assignment]  # replaced, here only
+    made = under_test.KVPlaneConnectorScheduler(config(role), "e_dp3", layout)
+    made.bind_gpu_block_pool(SimpleNamespace(num_gpu_blocks=101, get_num_free_blocks=lambda: 60))
+    return made
+
+
+def request(params: dict[str, Any] | None, prompt: int = 100, output: int = 0, name: str = "r") -> Request:
+    sampling = SamplingParams(max_tokens=8, extra_args={"kv_transfer_params": params})
+    made = Request(name, list(range(prompt)), sampling, None)
+    made.append_output_token_ids(list(range(1000, 1000 + output)))
+    return made
+
+
+def finish(
+    made: Request, in_flight: int = 0, status: RequestStatus = RequestStatus.FINISHED_STOPPED
+) -> Request:
+    made.status = status
+    made.num_computed_tokens = made.num_tokens - 1 + in_flight
+    made.num_in_flight_tokens = in_flight
+    return made
+
+
+def blocks_of(made: Request) -> tuple[list[int]]:
+    return (list(range(1, 1 + -(-made.num_computed_tokens // BLOCK))),)
+
+
+def allocated(s: Any, made: Request, external: int = 0) -> None:
+    blocks = SimpleNamespace(get_unhashed_block_ids_all_groups=lambda: ([7, 8, 9],), blocks=((),))
+    s.update_state_after_alloc(made, blocks, external)
+
+
+def meta(s: Any) -> Any:
+    return s.build_connector_meta(SimpleNamespace(num_scheduled_tokens={}))
+
+
+def check_a_turn_is_announced_and_nothing_returned() -> None:
+    s = scheduler()
+    made = request(dict(DIRECT), 100, 30)
+    allocated(s, made)
+    finish(made)
+    assert s.request_finished(made, blocks_of(made)) == (True, None)
+    (sent,) = s._session.announced
+    assert sent.key == ConversationKey("t", "m", "c")
+    assert (sent.turn, sent.token_count, sent.block_count) == (2, 129, 5)
+    assert b'"remote_host":"10.0.0.9"' in sent.kv_transfer_params
+    assert sent.fingerprint.chain == make_chain(Context("tiny", "", "float32"), made.all_token_ids[:129], 64)
+    sent_meta = meta(s)
+    assert "r" in sent_meta.reqs_in_batch  # else the worker would never free a direct turn
+    assert "r" in sent_meta.reqs_to_send
+
+
+def check_tokens_in_flight_are_not_announced() -> None:
+    s = scheduler()
+    made = request(dict(DIRECT), 100, 29)
+    finish(made, in_flight=1)
+    assert (made.num_computed_tokens, made.num_tokens) == (129, 129)
+    assert s.request_finished(made, blocks_of(made)) == (True, None)
+    (sent,) = s._session.announced
+    assert sent.token_count == 128
+    assert b'"remote_block_ids":[[1,2,3,4]]' in sent.kv_transfer_params
+    assert b'"remote_num_tokens":128' in sent.kv_transfer_params
+
+
+def check_without_envelope_nothing_is_retained() -> None:
+    for params in (
+        {"do_remote_prefill": False, "do_remote_decode": False},
+        {**DIRECT, "kvplane": {"turn": 1}},
+    ):
+        s = scheduler()
+        made = finish(request(params, 100, 30))
+        assert s.request_finished(made, blocks_of(made)) == (False, None)
+        assert s._session.announced == []
+        sent_meta = meta(s)
+        assert "r" in sent_meta.reqs_not_processed
+        assert "r" not in sent_meta.reqs_to_send
+
+
+def check_aborted_turns_are_not_retained() -> None:
+    s = scheduler()
+    made = finish(request(dict(DIRECT), 100, 30), status=RequestStatus.FINISHED_ABORTED)
+    assert s.request_finished(made, blocks_of(made)) == (False, None)
+    assert s._session.announced == []
+
+
+def check_orders_and_reads() -> None:
+    s = scheduler()
+    made = finish(request(dict(DIRECT), 100, 30))
+    s.request_finished(made, blocks_of(made))
+    meta(s)
+    s._session.events.append(ev.Ordered(RequestId("r"), under_test_reason()))
+    due = meta(s).reqs_to_send
+    assert due["r"] <= under_test._clock()
+    s.update_connector_output(KVConnectorOutput(finished_sending={"r"}))
+    assert s._session.freed_requests == ["r"]
+    assert s._session.loads[-1].retained_blocks == 0
+
+
+def under_test_reason() -> Any:
+    from kvplane.client.model import ReleaseReason
+
+    return ReleaseReason.SUPERSEDED
+
+
+def check_a_prefill_engine_hands_over_as_ever() -> None:
+    s = scheduler("kv_producer")
+    made = request({"do_remote_decode": True, "do_remote_prefill": False}, 100, 1)
+    s.on_new_request(made)
+    assert s.get_num_new_matched_tokens(made, 0) == (0, False)
+    allocated(s, made)
+    finish(made, status=RequestStatus.FINISHED_LENGTH_CAPPED)
+    delay, params = s.request_finished(made, blocks_of(made))
+    assert delay
+    assert params["do_remote_prefill"] is True
+    assert params["remote_num_tokens"] == 100
+    assert params["remote_host"] != "10.0.0.9"  # P's own hand-over is vLLM's
+    assert params["kvplane"]["outcome"] == "cold"
+    assert s._session.announced == []
+    assert s._session.spec.data_parallel_rank == 3
+
+
+def offer(held: list[int]) -> dict[str, Any]:
+    chain = make_chain(Context("tiny", "", "float32"), held, 64)
+    return {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_block_ids": [list(range(-(-len(held) // BLOCK)))],
+        "remote_engine_id": "d",
+        "remote_request_id": "x",
+        "remote_host": "h",
+        "remote_port": 5,
+        "remote_num_tokens": len(held),
+        "kvplane": {"fingerprint": {"chunk_tokens": 64, "chain": chain.hex()}, "token_count": len(held)},
+    }
+
+
+def check_an_equal_prefix_is_pulled_once() -> None:
+    s = scheduler("kv_producer")
+    made = request(offer([*range(150), 9999, *range(151, 200)]), 300)
+    for _ in range(3):
+        assert s.get_num_new_matched_tokens(made, 0) == (128, True)
+    assert made.kv_transfer_params["remote_block_ids"] == [[0, 1, 2, 3]]
+    allocated(s, made, 128)
+    assert meta(s).reqs_to_recv["r"].remote.block_ids == [[0, 1, 2, 3]]
+    assert s.get_num_new_matched_tokens(made, 0) == (0, False)  # preempted: vLLM would wait for ever
+    allocated(s, made, 0)
+    assert "r" not in meta(s).reqs_to_recv
+
+
+def check_a_mismatch_has_the_holder_told() -> None:
+    s = scheduler("kv_producer")
+    made = request(offer([9999] * 200), 300, 1)
+    assert s.get_num_new_matched_tokens(made, 0) == (0, False)
+    allocated(s, made, 0)
+    told = meta(s).reqs_to_recv["r"]
+    assert told.remote.request_id == "x"
+    assert not any(told.local_block_ids)
+    finish(made, status=RequestStatus.FINISHED_LENGTH_CAPPED)
+    _, params = s.request_finished(made, blocks_of(made))
+    assert params["kvplane"]["outcome"] == "mismatch"
+
+
+def check_a_failed_read_is_reported() -> None:
+    s = scheduler("kv_producer")
+    made = request(offer(list(range(200))), 300, 1)
+    assert s.get_num_new_matched_tokens(made, 0) == (200, True)
+    allocated(s, made, 200)
+    s.update_connector_output(KVConnectorOutput(finished_recving={"r"}, invalid_block_ids={8}))
+    finish(made, status=RequestStatus.FINISHED_LENGTH_CAPPED)
+    _, params = s.request_finished(made, blocks_of(made))
+    assert params["kvplane"]["outcome"] == "failed"
+    assert params["kvplane"]["reused_tokens"] == 0
+
+
+def check_a_blocked_request_makes_room() -> None:
+    s = scheduler()
+    s._pool.get_num_free_blocks = lambda: 2
+    made = finish(request(dict(DIRECT), 100, 30, "old"))
+    s.request_finished(made, blocks_of(made))
+    s.get_num_new_matched_tokens(request(dict(DIRECT), 400, name="new"), 0)
+    meta(s)
+    assert s._keeper.counts["withdrawn"] == 1
+
+
+def check_prompt_embeddings_are_not_retained() -> None:
+    s = scheduler()
+    made = finish(request(dict(DIRECT), 100, 30))
+    made.prompt_embeds = torch.zeros(100, 4)
+    assert s.request_finished(made, blocks_of(made)) == (False, None)
+    assert s._keeper.counts["not_retained:no_fingerprint"] == 1
+
+
+def check_a_fault_of_ours_costs_reuse_only() -> None:
+    s = scheduler()
+
+    def broken(*_: object, **__: object) -> Any:
+        raise RuntimeError("broken")
+
+    s._keeper.step = broken
+    s._keeper.finish = broken
+    made = finish(request(dict(DIRECT), 100, 30))
+    assert s.request_finished(made, blocks_of(made)) == (False, None)
+    meta(s)
+    assert s._faults == {"announce": 1, "step": 1}
+
+
+def main() -> int:
+    checks: list[Callable[[], None]] = [f for name, f in globals().items() if name.startswith("check_")]
+    failed = 0
+    for check in checks:
+        try:
+            check()
+        except Exception:
+            failed += 1
+            print(f"FAILED {check.__name__}\n{traceback.format_exc()}")
+        else:
+            print(f"passed {check.__name__}")
+    return 1 if failed or not checks else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
