@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
+import grpc
 import pytest
 import structlog
 from blockbuster import blockbuster_ctx
@@ -16,13 +16,9 @@ def _no_blocking_calls() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def _collect_channels() -> Iterator[None]:
-    """Collect what is left of gRPC while no event loop runs: its end joins a thread, and cut off there it
-    leaves a socket open.
-    """
-    yield
-    gc.collect()
-
+grpc.aio.init_grpc_aio()
+"""Keeps gRPC's polling thread for the session: else it ends when the last channel is collected, with a
+blocking join, in whatever test's event loop that happens to be.
+"""
 
 structlog.configure(processors=[structlog.processors.add_log_level, structlog.processors.KeyValueRenderer()])

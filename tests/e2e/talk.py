@@ -114,7 +114,7 @@ EDITS = (
 
 
 def edited(messages: Messages, kind: str, rng: random.Random) -> Messages:
-    """Return a history of at least five messages, changed in one of the ways that clients change histories."""
+    """Return a history of five or more messages, changed in one of the ways clients change histories."""
     result = [dict(message) for message in messages]
     last_answer = max(index for index, message in enumerate(result) if message["role"] == "assistant")
     if kind == "first changed":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 import typer
@@ -46,7 +45,7 @@ def _load(flags: dict[str, Any]) -> Config:
     return config
 
 
-def _run(program: Callable[[Config], Awaitable[None]], flags: dict[str, Any]) -> None:
+def _run(program: run.Program, flags: dict[str, Any]) -> None:
     run.until_signalled(program, _load(flags))
 
 

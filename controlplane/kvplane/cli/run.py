@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import ipaddress
 import secrets
 import signal
@@ -25,15 +24,24 @@ from kvplane.store.url import StoreUrlError, open_store
 log = structlog.get_logger(__name__)
 
 
+Program = Callable[[Config, asyncio.Event], Awaitable[None]]
+"""What a command runs, until the event is set."""
+
+
 class StartError(Exception):
     """The program cannot start: one line that says why and what to do."""
 
 
-def until_signalled(program: Callable[[Config], Awaitable[None]], config: Config) -> None:
+def until_signalled(program: Program, config: Config) -> None:
     """Run a program on uvloop. It returns when it has stopped after SIGTERM or SIGINT."""
 
     async def runner() -> None:
-        await program(config)
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        await program(config, stop)
+        log.info("stopped")
 
     try:
         uvloop.run(runner())
@@ -59,16 +67,6 @@ def _check_reach(host: str, flag: str, config: Config) -> None:
 
 def _joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-
-
-async def _signalled() -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    gc.freeze()
-    await stop.wait()
-    log.info("stopping")
 
 
 @asynccontextmanager
@@ -119,23 +117,23 @@ async def _router(config: Config, plane_address: str | None) -> AsyncIterator[in
         await server.stop()
 
 
-async def serve(config: Config) -> None:
+async def serve(config: Config, stop: asyncio.Event) -> None:
     """Run a control plane alone."""
     async with _control_plane(config):
-        await _signalled()
+        await stop.wait()
 
 
-async def route(config: Config) -> None:
+async def route(config: Config, stop: asyncio.Event) -> None:
     """Run a router alone."""
     async with _router(config, config.plane):
-        await _signalled()
+        await stop.wait()
 
 
-async def up(config: Config) -> None:
+async def up(config: Config, stop: asyncio.Event) -> None:
     """Run a control plane and a router that uses it."""
     async with (
         _control_plane(config) as port,
         _router(config, _joined(config.grpc_host, port)) as http_port,
     ):
         log.info("ready", http=f"http://{_joined(config.host, http_port)}", grpc_port=port)
-        await _signalled()
+        await stop.wait()
