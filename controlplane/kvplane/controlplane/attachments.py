@@ -73,13 +73,14 @@ class Attachments:
                     raise answer
                 yield answer
         finally:
+            # What must happen comes before the first await: this may be cancelled again while it waits.
             self._open.discard(answers)
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
             for stop in unlisten:
                 stop()
             detach()
             log.info("engine_detached", engine_id=engine_id, engine_epoch=engine_epoch)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
 
     async def apply(
         self, engine_id: str, engine_epoch: int, request: engine_pb2.AttachEngineRequest
