@@ -6,92 +6,35 @@ import asyncio
 import json
 import shutil
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from google.protobuf import descriptor_pool, message_factory
+from google.protobuf import descriptor_pool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvplane.client import model as cm
-from kvplane.client.client import ControlPlaneClient, open_channel
+from kvplane.client.client import ControlPlaneClient
 from kvplane.client.errors import (
     ControlPlaneError,
+    ControlPlaneUnavailableError,
     InvalidFieldError,
     NotOwnerError,
-    RevisionGoneError,
     StaleEpochError,
     UnknownEngineError,
+    from_rpc_error,
 )
-from kvplane.controlplane import keys, records
 from kvplane.controlplane import model as m
 from kvplane.controlplane.server import SERVICES, AddressInUseError, ControlPlaneServer
-from kvplane.store.base import Put
 from kvplane.store.memory import MemoryStore
-from kvplane.store.testing import FaultInjectingStore, ManualClock
+from kvplane.store.testing import ManualClock
 from kvplane.v1 import common_pb2, engine_pb2, location_pb2
 from tests.controlplane.harness import PARAMS
+from tests.controlplane.wire import KEY, SPEC, Wire, wire_begin, wire_key
 
 GRPCURL = shutil.which("grpcurl", path=str(Path(sys.executable).parent))
-KEY = cm.ConversationKey("t", "m", "c")
-SPEC = cm.EngineSpec(cm.EngineId("d"), cm.EngineRole.DECODE, cm.EngineProfile(model="m", block_size=16))
-
-
-class Wire:
-    """A server over a store that can fail, and clients of it."""
-
-    def __init__(self) -> None:
-        self.clock = ManualClock()
-        self.memory = MemoryStore(self.clock)
-        self.store = FaultInjectingStore(self.memory)
-        self.server = ControlPlaneServer(self.store, self.clock)
-        self.address = ""
-
-    async def start(self) -> None:
-        self.address = f"127.0.0.1:{await self.server.start('127.0.0.1:0')}"
-        self.client = ControlPlaneClient(self.address, timeout_s=10)
-        self.channel = open_channel(self.address)
-
-    async def stop(self) -> None:
-        await self.channel.close()
-        await self.client.aclose()
-        await self.server.stop(0)
-        await self.memory.aclose()
-
-    async def call(self, method: str, request: Any) -> Any:
-        """Call a method by name, as the wire has it."""
-        service, name = ("EngineService" if "Engine" in method else "LocationService"), method
-        descriptor = descriptor_pool.Default().FindServiceByName(f"kvplane.v1.{service}")
-        answer_type = message_factory.GetMessageClass(descriptor.methods_by_name[name].output_type)
-        call = self.channel.unary_unary(
-            f"/kvplane.v1.{service}/{name}",
-            request_serializer=type(request).SerializeToString,
-            response_deserializer=answer_type.FromString,
-        )
-        return await call(request, timeout=10)
-
-    async def retain(self, epoch: int, request_id: str = "q1", key: cm.ConversationKey = KEY) -> int:
-        turn = (await self.client.begin_turn(key, f"begin-{request_id}")).turn
-        result = await self.client.announce_location(
-            SPEC.engine_id, epoch, announcement(request_id, turn, key)
-        )
-        assert result.outcome is cm.AnnounceOutcome.ACCEPTED
-        return turn
-
-
-def announcement(request_id: str, turn: int, key: cm.ConversationKey = KEY) -> cm.Announcement:
-    print_ = cm.Fingerprint(64, b"x" * 16)
-    return cm.Announcement(key, cm.RequestId(request_id), turn, 100, 4, PARAMS, print_, 400.0)
-
-
-@pytest.fixture
-async def wire() -> AsyncIterator[Wire]:
-    wire = Wire()
-    await wire.start()
-    yield wire
-    await wire.stop()
 
 
 def test_every_rpc_has_a_servicer_and_a_client_method() -> None:
@@ -108,10 +51,10 @@ def test_every_rpc_has_a_servicer_and_a_client_method() -> None:
 
 
 def test_numbers_of_enums_are_those_of_the_wire() -> None:
-    from kvplane.controlplane import convert
+    from kvplane.controlplane import convert as plane_convert
 
     for role in m.EngineRole:
-        assert convert._ROLES[role] == role.value
+        assert plane_convert._ROLES[role] == role.value
     for prefix, values, wire in [
         ("MISS_REASON_", m.MissReason, common_pb2.MissReason),
         ("ANNOUNCE_OUTCOME_", m.AnnounceOutcome, common_pb2.AnnounceOutcome),
@@ -182,26 +125,18 @@ def _params(**changes: Any) -> bytes:
     return json.dumps({**json.loads(PARAMS), **changes}).encode()
 
 
-def _key(**parts: str) -> common_pb2.ConversationKey:
-    return common_pb2.ConversationKey(**{"tenant_id": "t", "model": "m", "conversation_id": "c", **parts})
-
-
-def _begin(**parts: str) -> location_pb2.BeginTurnRequest:
-    return location_pb2.BeginTurnRequest(key=_key(**parts), request_id="r")
-
-
 BAD: list[tuple[str, Any, str]] = [
     ("BeginTurn", location_pb2.BeginTurnRequest(), "key.tenant_id"),
-    ("BeginTurn", _begin(conversation_id=""), "key.conversation_id"),
-    ("BeginTurn", _begin(conversation_id="x" * 257), "key.conversation_id"),
-    ("BeginTurn", _begin(conversation_id="\U0001f600" * 65), "key.conversation_id"),
-    ("BeginTurn", _begin(adapter="x" * 257), "key.adapter"),
-    ("BeginTurn", location_pb2.BeginTurnRequest(key=_key()), "request_id"),
-    ("LookupLocation", location_pb2.LookupLocationRequest(key=_key(model="")), "key.model"),
-    ("ClaimLocation", location_pb2.ClaimLocationRequest(key=_key(), request_id="r"), "owner"),
+    ("BeginTurn", wire_begin(conversation_id=""), "key.conversation_id"),
+    ("BeginTurn", wire_begin(conversation_id="x" * 257), "key.conversation_id"),
+    ("BeginTurn", wire_begin(conversation_id="\U0001f600" * 65), "key.conversation_id"),
+    ("BeginTurn", wire_begin(adapter="x" * 257), "key.adapter"),
+    ("BeginTurn", location_pb2.BeginTurnRequest(key=wire_key()), "request_id"),
+    ("LookupLocation", location_pb2.LookupLocationRequest(key=wire_key(model="")), "key.model"),
+    ("ClaimLocation", location_pb2.ClaimLocationRequest(key=wire_key(), request_id="r"), "owner"),
     (
         "ClaimLocation",
-        location_pb2.ClaimLocationRequest(key=_key(), request_id="r", owner="o", turn=-1),
+        location_pb2.ClaimLocationRequest(key=wire_key(), request_id="r", owner="o", turn=-1),
         "turn",
     ),
     ("ReleaseLocation", location_pb2.ReleaseLocationRequest(), "target"),
@@ -273,8 +208,6 @@ async def test_bad_fields_are_named(wire: Wire) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await wire.call(method, request)
         assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT, (method, field)
-        from kvplane.client.errors import from_rpc_error
-
         error = from_rpc_error(raised.value)
         assert isinstance(error, InvalidFieldError)
         assert error.field == field, (method, str(error))
@@ -315,147 +248,6 @@ async def test_an_unexpected_failure_tells_the_caller_nothing_but_an_id(wire: Wi
     assert raised.value.metadata["request_id"] in str(raised.value)
 
 
-class Stream:
-    """An engine's end of its stream."""
-
-    def __init__(self, wire: Wire) -> None:
-        self._queue: asyncio.Queue[engine_pb2.AttachEngineRequest | None] = asyncio.Queue()
-        self._answers = wire.client.attach_engine(self._requests())
-        self._sequence = 0
-
-    async def _requests(self) -> AsyncIterator[engine_pb2.AttachEngineRequest]:
-        while (request := await self._queue.get()) is not None:
-            yield request
-
-    def send(self, **members: Any) -> None:
-        self._sequence += 1
-        self._queue.put_nowait(engine_pb2.AttachEngineRequest(sequence=self._sequence, **members))
-
-    def hello(self, epoch: int) -> None:
-        self.send(hello=engine_pb2.EngineHello(engine_id="d", engine_epoch=epoch))
-
-    def end(self) -> None:
-        self._queue.put_nowait(None)
-
-    async def next(self) -> engine_pb2.AttachEngineResponse:
-        return await asyncio.wait_for(anext(self._answers), 10)
-
-    async def until(
-        self, found: Callable[[engine_pb2.AttachEngineResponse], bool]
-    ) -> engine_pb2.AttachEngineResponse:
-        while not found(answer := await self.next()):
-            pass
-        return answer
-
-
-async def test_an_engines_stream(wire: Wire) -> None:
-    epoch = (await wire.client.register_engine(SPEC)).engine_epoch
-    turn = (await wire.client.begin_turn(KEY, "r1")).turn
-    stream = Stream(wire)
-    stream.hello(epoch)
-    assert (await stream.next()).acknowledged_sequence == 1
-    (engine,) = await wire.client.list_engines()
-    assert engine.attached
-    from kvplane.client import convert
-
-    bad = convert.announcement_to_wire(announcement("bad", 0))
-    stream.send(announcements=[convert.announcement_to_wire(announcement("q1", turn)), bad])
-    answer = await stream.next()
-    assert [result.outcome for result in answer.announcements] == [
-        common_pb2.ANNOUNCE_OUTCOME_ACCEPTED,
-        common_pb2.ANNOUNCE_OUTCOME_REFUSED,
-    ]
-    assert "turn" in answer.announcements[1].detail
-    await wire.client.end_conversation(KEY)
-    ordered = await stream.until(lambda answer: bool(answer.release_orders))
-    assert ordered.release_orders[0].request_id == "q1"
-    assert ordered.release_orders[0].reason == engine_pb2.RELEASE_REASON_CONVERSATION_ENDED
-    stream.send(
-        freed=[engine_pb2.Freed(request_id="q1")], withdrawals=[engine_pb2.Withdrawal(request_id="q1")]
-    )
-    answer = await stream.until(lambda answer: answer.acknowledged_sequence == 3)
-    assert answer.withdrawals[0].outcome == common_pb2.RELEASE_OUTCOME_NOTHING
-    assert (await wire.memory.scan(b"o/")).items == ()
-    await wire.client.drain_engine(SPEC.engine_id)
-    assert (await stream.until(lambda answer: answer.draining)).draining
-    holder = m.Holder("d", epoch, "any")
-    order = m.Order(holder, m.ReleaseReason.CAPACITY, wire.clock.now_ms() + 10_000)
-    await wire.memory.transact([], [Put(keys.order(holder), records.dump_order(order))])
-    assert (await stream.until(lambda answer: bool(answer.release_orders))).draining
-    stream.end()
-    with pytest.raises(StopAsyncIteration):
-        await stream.until(lambda _: False)
-
-
-async def test_orders_given_while_the_engine_was_away_wait_for_it(wire: Wire) -> None:
-    epoch = (await wire.client.register_engine(SPEC)).engine_epoch
-    await wire.retain(epoch)
-    await wire.client.end_conversation(KEY)
-    stream = Stream(wire)
-    stream.hello(epoch)
-    ordered = await stream.until(lambda answer: bool(answer.release_orders))
-    assert ordered.release_orders[0].request_id == "q1"
-    stream.end()
-
-
-async def test_a_stream_ends_when_its_incarnation_does(wire: Wire) -> None:
-    epoch = (await wire.client.register_engine(SPEC)).engine_epoch
-    stream = Stream(wire)
-    stream.hello(epoch)
-    await stream.next()
-    await wire.client.register_engine(SPEC)
-    with pytest.raises(StaleEpochError):
-        await stream.until(lambda _: False)
-    unknown = Stream(wire)
-    unknown.send(hello=engine_pb2.EngineHello(engine_id="nobody", engine_epoch=1))
-    with pytest.raises(UnknownEngineError):
-        await unknown.next()
-    rude = Stream(wire)
-    rude.send()
-    with pytest.raises(InvalidFieldError, match="hello"):
-        await rude.next()
-
-
-async def test_turns_over_one_stream(wire: Wire) -> None:
-    epoch = (await wire.client.register_engine(SPEC)).engine_epoch
-    await wire.retain(epoch)
-
-    async def batches() -> AsyncIterator[list[location_pb2.TurnsOperation]]:
-        operation = location_pb2.TurnsOperation
-        wire_key = _key()
-        begins = [operation(id=n, begin_turn=_begin(conversation_id=f"c{n}")) for n in range(1, 200)]
-        yield begins
-        yield [operation(id=1000, begin_turn=_begin(conversation_id="")), operation(id=1001)]
-        claims = [
-            location_pb2.ClaimLocationRequest(key=wire_key, request_id=f"r{n}", owner="o") for n in range(50)
-        ]
-        yield [operation(id=2000 + n, claim=claim) for n, claim in enumerate(claims)]
-
-    results = {result.id: result async for batch in wire.client.turns(batches()) for result in batch}
-    assert len(results) == 199 + 2 + 50
-    assert all(results[n].begin_turn.turn > 0 for n in range(1, 200))
-    assert results[1000].error.reason == "INVALID_FIELD"
-    assert results[1001].error.reason == "INVALID_FIELD"
-    assert sum(results[2000 + n].claim.HasField("claim") for n in range(50)) == 1
-
-
-async def test_watching_from_a_listing_on_misses_nothing(wire: Wire) -> None:
-    epoch = (await wire.client.register_engine(SPEC)).engine_epoch
-    await wire.retain(epoch, "q1")
-    _, revision = await wire.client.list_locations()
-    await wire.retain(epoch, "q2")
-    await wire.client.end_conversation(KEY)
-    seen = list[tuple[bool, str]]()
-    async for event in wire.client.watch_locations(from_revision=revision + 1):
-        seen.append((event.gone, event.location.request_id))
-        if event.gone:
-            break
-    assert seen == [(False, "q2"), (True, "q2")]
-    with pytest.raises(RevisionGoneError):
-        async for _ in wire.client.watch_locations(from_revision=10**9):
-            pass
-
-
 async def _health(wire: Wire, service: str = "") -> health_pb2.HealthCheckResponse:
     stub: Any = health_pb2_grpc.HealthStub(wire.channel)
     answer: health_pb2.HealthCheckResponse = await stub.Check(health_pb2.HealthCheckRequest(service=service))
@@ -490,8 +282,6 @@ async def test_a_store_failure_is_unavailable_and_never_a_miss(wire: Wire) -> No
     client = ControlPlaneClient(wire.address, timeout_s=5)
     for _ in range(3):  # the client repeats the call twice by itself
         wire.store.fail_next("get", when="before")
-    from kvplane.client.errors import ControlPlaneUnavailableError
-
     with pytest.raises(ControlPlaneUnavailableError):
         await client.lookup_location(KEY)
     await client.aclose()
@@ -559,15 +349,3 @@ async def test_reflection_v1_answers_as_v1alpha_does(wire: Wire) -> None:
     await call.done_writing()
     answer: Any = await call.read()
     assert {service.name for service in answer.list_services_response.service} >= set(SERVICES)
-
-
-async def test_stopping_ends_streams_as_unavailable(wire: Wire) -> None:
-    epoch = (await wire.client.register_engine(SPEC)).engine_epoch
-    stream = Stream(wire)
-    stream.hello(epoch)
-    await stream.next()
-    stopping = asyncio.create_task(wire.server.stop(5))
-    with pytest.raises(ControlPlaneError) as raised:
-        await stream.until(lambda _: False)
-    assert raised.value.reason == "SHUTTING_DOWN"
-    await stopping

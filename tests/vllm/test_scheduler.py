@@ -14,8 +14,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.vllm
 def test_scheduler_checks() -> None:
     venv = Path(os.environ.get("KVPLANE_VLLM_VENV") or ROOT / ".venv-vllm")
-    if not (venv / "bin" / "python").exists():
-        pytest.skip(f"no vLLM environment at {venv}")
+    assert (venv / "bin" / "python").exists(), f"no vLLM environment at {venv}: run 'make test'"
     paths = [str(ROOT / part) for part in ("protos", "store", "controlplane", "connector")]
     done = subprocess.run(
         [venv / "bin" / "python", Path(__file__).with_name("scheduler_checks.py")],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 from google.protobuf.duration_pb2 import Duration
 
 from kvplane.client import model as m
@@ -12,6 +15,11 @@ _ROLES = {
     m.EngineRole.DECODE: engine_pb2.ENGINE_ROLE_DECODE,
     m.EngineRole.BOTH: engine_pb2.ENGINE_ROLE_BOTH,
 }
+
+
+def _members(source: object, kind: type) -> dict[str, Any]:
+    """Return those attributes of `source` that a dataclass has as fields: both sides name them alike."""
+    return {member.name: getattr(source, member.name) for member in dataclasses.fields(kind)}
 
 
 def duration(seconds: float) -> Duration:
@@ -108,21 +116,10 @@ def claim_from_wire(wire: location_pb2.Claim) -> m.Claim:
 
 def spec_to_wire(spec: m.EngineSpec) -> engine_pb2.EngineSpec:
     """Return an engine's spec as a message."""
-    profile = spec.profile
     return engine_pb2.EngineSpec(
         engine_id=spec.engine_id,
         role=_ROLES[spec.role],
-        profile=engine_pb2.EngineProfile(
-            model=profile.model,
-            model_revision=profile.model_revision,
-            kv_dtype=profile.kv_dtype,
-            block_size=profile.block_size,
-            tensor_parallel_size=profile.tensor_parallel_size,
-            pipeline_parallel_size=profile.pipeline_parallel_size,
-            decode_context_parallel_size=profile.decode_context_parallel_size,
-            engine_version=profile.engine_version,
-            transfer_mode=profile.transfer_mode,
-        ),
+        profile=engine_pb2.EngineProfile(**_members(spec.profile, m.EngineProfile)),
         endpoint=spec.endpoint,
         data_parallel_rank=spec.data_parallel_rank,
         total_blocks=spec.total_blocks,
@@ -132,33 +129,17 @@ def spec_to_wire(spec: m.EngineSpec) -> engine_pb2.EngineSpec:
 
 def load_to_wire(load: m.EngineLoad) -> engine_pb2.EngineLoad:
     """Return a load as a message."""
-    return engine_pb2.EngineLoad(
-        running_requests=load.running_requests,
-        waiting_requests=load.waiting_requests,
-        free_blocks=load.free_blocks,
-        retained_blocks=load.retained_blocks,
-        retained_conversations=load.retained_conversations,
-    )
+    return engine_pb2.EngineLoad(**_members(load, m.EngineLoad))
 
 
 def engine_from_wire(wire: engine_pb2.Engine) -> m.Engine:
     """Return a live engine as a value."""
-    spec, profile, load = wire.spec, wire.spec.profile, wire.load
+    spec = wire.spec
     return m.Engine(
         spec=m.EngineSpec(
             engine_id=m.EngineId(spec.engine_id),
             role=m.EngineRole[engine_pb2.EngineRole.Name(spec.role).removeprefix("ENGINE_ROLE_")],
-            profile=m.EngineProfile(
-                model=profile.model,
-                model_revision=profile.model_revision,
-                kv_dtype=profile.kv_dtype,
-                block_size=profile.block_size,
-                tensor_parallel_size=profile.tensor_parallel_size,
-                pipeline_parallel_size=profile.pipeline_parallel_size,
-                decode_context_parallel_size=profile.decode_context_parallel_size,
-                engine_version=profile.engine_version,
-                transfer_mode=profile.transfer_mode,
-            ),
+            profile=m.EngineProfile(**_members(spec.profile, m.EngineProfile)),
             endpoint=spec.endpoint,
             data_parallel_rank=spec.data_parallel_rank,
             total_blocks=spec.total_blocks,
@@ -167,15 +148,7 @@ def engine_from_wire(wire: engine_pb2.Engine) -> m.Engine:
         engine_epoch=wire.engine_epoch,
         draining=wire.draining,
         attached=wire.attached,
-        load=m.EngineLoad(
-            load.running_requests,
-            load.waiting_requests,
-            load.free_blocks,
-            load.retained_blocks,
-            load.retained_conversations,
-        )
-        if wire.HasField("load")
-        else None,
+        load=m.EngineLoad(**_members(wire.load, m.EngineLoad)) if wire.HasField("load") else None,
     )
 
 

@@ -23,21 +23,10 @@ def key_in(wire: common_pb2.ConversationKey) -> m.ConversationKey:
 
 def spec_in(wire: engine_pb2.EngineSpec) -> m.EngineSpec:
     """Return an engine's spec as a value."""
-    profile = wire.profile
     return m.EngineSpec(
         engine_id=wire.engine_id,
         role=m.EngineRole(wire.role),
-        profile=m.EngineProfile(
-            model=profile.model,
-            model_revision=profile.model_revision,
-            kv_dtype=profile.kv_dtype,
-            block_size=profile.block_size,
-            tensor_parallel_size=profile.tensor_parallel_size,
-            pipeline_parallel_size=profile.pipeline_parallel_size,
-            decode_context_parallel_size=profile.decode_context_parallel_size,
-            engine_version=profile.engine_version,
-            transfer_mode=profile.transfer_mode,
-        ),
+        profile=m.EngineProfile(**m.members(wire.profile, m.EngineProfile)),
         endpoint=wire.endpoint.rstrip("/"),
         data_parallel_rank=wire.data_parallel_rank,
         total_blocks=wire.total_blocks,
@@ -47,33 +36,17 @@ def spec_in(wire: engine_pb2.EngineSpec) -> m.EngineSpec:
 
 def load_in(wire: engine_pb2.EngineLoad) -> m.EngineLoad:
     """Return a load as a value."""
-    return m.EngineLoad(
-        wire.running_requests,
-        wire.waiting_requests,
-        wire.free_blocks,
-        wire.retained_blocks,
-        wire.retained_conversations,
-    )
+    return m.EngineLoad(**m.members(wire, m.EngineLoad))
 
 
 def engine_out(live: LiveEngine) -> engine_pb2.Engine:
     """Return a live engine as a message."""
-    engine, spec, profile, load = live.engine, live.engine.spec, live.engine.spec.profile, live.load
+    engine, spec, load = live.engine, live.engine.spec, live.load
     return engine_pb2.Engine(
         spec=engine_pb2.EngineSpec(
             engine_id=spec.engine_id,
             role=_ROLES[spec.role],
-            profile=engine_pb2.EngineProfile(
-                model=profile.model,
-                model_revision=profile.model_revision,
-                kv_dtype=profile.kv_dtype,
-                block_size=profile.block_size,
-                tensor_parallel_size=profile.tensor_parallel_size,
-                pipeline_parallel_size=profile.pipeline_parallel_size,
-                decode_context_parallel_size=profile.decode_context_parallel_size,
-                engine_version=profile.engine_version,
-                transfer_mode=profile.transfer_mode,
-            ),
+            profile=engine_pb2.EngineProfile(**m.members(spec.profile, m.EngineProfile)),
             endpoint=spec.endpoint,
             data_parallel_rank=spec.data_parallel_rank,
             total_blocks=spec.total_blocks,
@@ -82,15 +55,7 @@ def engine_out(live: LiveEngine) -> engine_pb2.Engine:
         engine_epoch=engine.engine_epoch,
         draining=engine.draining,
         attached=live.attached,
-        load=engine_pb2.EngineLoad(
-            running_requests=load.running_requests,
-            waiting_requests=load.waiting_requests,
-            free_blocks=load.free_blocks,
-            retained_blocks=load.retained_blocks,
-            retained_conversations=load.retained_conversations,
-        )
-        if load is not None
-        else None,
+        load=engine_pb2.EngineLoad(**m.members(load, m.EngineLoad)) if load is not None else None,
     )
 
 

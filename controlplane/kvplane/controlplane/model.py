@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
+from functools import cache
+from typing import Any
 
 # Numbers are those of the public protos, so that stored records and wire agree; a test checks it.
 
@@ -236,3 +238,16 @@ class Found:
 
     location: Location
     revision: int
+
+
+@cache
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(member.name for member in fields(kind))
+
+
+def members(source: object, kind: type) -> dict[str, Any]:
+    """Return those attributes of `source` that a dataclass has as fields.
+
+    For values that look the same here, on the wire and in the store; a test checks that they do.
+    """
+    return {name: getattr(source, name) for name in _names(kind)}

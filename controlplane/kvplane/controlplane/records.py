@@ -74,7 +74,7 @@ def load_claim(raw: bytes) -> m.Claim:
 
 def dump_engine(value: m.Engine) -> bytes:
     """Return an engine as stored."""
-    spec, profile = value.spec, value.spec.profile
+    spec = value.spec
     record = pb.EngineRecord(
         engine_id=spec.engine_id,
         engine_epoch=value.engine_epoch,
@@ -87,17 +87,7 @@ def dump_engine(value: m.Engine) -> bytes:
         registration_id=value.registration_id,
         lease_id=value.lease_id,
         registered_at_ms=value.registered_at_ms,
-        profile=pb.ProfileRecord(
-            model=profile.model,
-            model_revision=profile.model_revision,
-            kv_dtype=profile.kv_dtype,
-            block_size=profile.block_size,
-            tensor_parallel_size=profile.tensor_parallel_size,
-            pipeline_parallel_size=profile.pipeline_parallel_size,
-            decode_context_parallel_size=profile.decode_context_parallel_size,
-            engine_version=profile.engine_version,
-            transfer_mode=profile.transfer_mode,
-        ),
+        profile=pb.ProfileRecord(**m.members(spec.profile, m.EngineProfile)),
     )
     return record.SerializeToString()
 
@@ -105,22 +95,11 @@ def dump_engine(value: m.Engine) -> bytes:
 def load_engine(raw: bytes) -> m.Engine:
     """Return a stored engine."""
     record = pb.EngineRecord.FromString(raw)
-    profile = record.profile
     return m.Engine(
         spec=m.EngineSpec(
             engine_id=record.engine_id,
             role=m.EngineRole(record.role),
-            profile=m.EngineProfile(
-                model=profile.model,
-                model_revision=profile.model_revision,
-                kv_dtype=profile.kv_dtype,
-                block_size=profile.block_size,
-                tensor_parallel_size=profile.tensor_parallel_size,
-                pipeline_parallel_size=profile.pipeline_parallel_size,
-                decode_context_parallel_size=profile.decode_context_parallel_size,
-                engine_version=profile.engine_version,
-                transfer_mode=profile.transfer_mode,
-            ),
+            profile=m.EngineProfile(**m.members(record.profile, m.EngineProfile)),
             endpoint=record.endpoint,
             data_parallel_rank=record.data_parallel_rank,
             total_blocks=record.total_blocks,
@@ -136,26 +115,12 @@ def load_engine(raw: bytes) -> m.Engine:
 
 def dump_turns(value: m.Turns) -> bytes:
     """Return a conversation's turns as stored."""
-    record = pb.TurnRecord(
-        latest_turn=value.latest_turn,
-        request_id=value.request_id,
-        settled_turn=value.settled_turn,
-        in_flight_until_ms=value.in_flight_until_ms,
-        claimed_turn=value.claimed_turn,
-    )
-    return record.SerializeToString()
+    return pb.TurnRecord(**m.members(value, m.Turns)).SerializeToString()
 
 
 def load_turns(raw: bytes) -> m.Turns:
     """Return a conversation's stored turns."""
-    record = pb.TurnRecord.FromString(raw)
-    return m.Turns(
-        record.latest_turn,
-        record.request_id,
-        record.settled_turn,
-        record.in_flight_until_ms,
-        record.claimed_turn,
-    )
+    return m.Turns(**m.members(pb.TurnRecord.FromString(raw), m.Turns))
 
 
 def dump_holding(*, location_key: bytes = b"", claim_id: str = "") -> bytes:

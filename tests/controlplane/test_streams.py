@@ -1,0 +1,140 @@
+"""Streams on the wire: engines attached, turns multiplexed, locations watched."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvplane.client import convert
+from kvplane.client.errors import (
+    ControlPlaneError,
+    InvalidFieldError,
+    RevisionGoneError,
+    StaleEpochError,
+    UnknownEngineError,
+)
+from kvplane.controlplane import keys, records
+from kvplane.controlplane import model as m
+from kvplane.store.base import Put
+from kvplane.v1 import common_pb2, engine_pb2, location_pb2
+from tests.controlplane.wire import KEY, SPEC, Stream, Wire, announcement, wire_begin, wire_key
+
+
+async def test_an_engines_stream(wire: Wire) -> None:
+    epoch = (await wire.client.register_engine(SPEC)).engine_epoch
+    turn = (await wire.client.begin_turn(KEY, "r1")).turn
+    stream = Stream(wire)
+    stream.hello(epoch)
+    assert (await stream.next()).acknowledged_sequence == 1
+    (engine,) = await wire.client.list_engines()
+    assert engine.attached
+    bad = convert.announcement_to_wire(announcement("bad", 0))
+    stream.send(announcements=[convert.announcement_to_wire(announcement("q1", turn)), bad])
+    answer = await stream.next()
+    assert [result.outcome for result in answer.announcements] == [
+        common_pb2.ANNOUNCE_OUTCOME_ACCEPTED,
+        common_pb2.ANNOUNCE_OUTCOME_REFUSED,
+    ]
+    assert "turn" in answer.announcements[1].detail
+    await wire.client.end_conversation(KEY)
+    ordered = await stream.until(lambda answer: bool(answer.release_orders))
+    assert ordered.release_orders[0].request_id == "q1"
+    assert ordered.release_orders[0].reason == engine_pb2.RELEASE_REASON_CONVERSATION_ENDED
+    stream.send(
+        freed=[engine_pb2.Freed(request_id="q1")], withdrawals=[engine_pb2.Withdrawal(request_id="q1")]
+    )
+    answer = await stream.until(lambda answer: answer.acknowledged_sequence == 3)
+    assert answer.withdrawals[0].outcome == common_pb2.RELEASE_OUTCOME_NOTHING
+    assert (await wire.memory.scan(b"o/")).items == ()
+    await wire.client.drain_engine(SPEC.engine_id)
+    assert (await stream.until(lambda answer: answer.draining)).draining
+    holder = m.Holder("d", epoch, "any")
+    order = m.Order(holder, m.ReleaseReason.CAPACITY, wire.clock.now_ms() + 10_000)
+    await wire.memory.transact([], [Put(keys.order(holder), records.dump_order(order))])
+    assert (await stream.until(lambda answer: bool(answer.release_orders))).draining
+    stream.end()
+    with pytest.raises(StopAsyncIteration):
+        await stream.until(lambda _: False)
+
+
+async def test_orders_given_while_the_engine_was_away_wait_for_it(wire: Wire) -> None:
+    epoch = (await wire.client.register_engine(SPEC)).engine_epoch
+    await wire.retain(epoch)
+    await wire.client.end_conversation(KEY)
+    stream = Stream(wire)
+    stream.hello(epoch)
+    ordered = await stream.until(lambda answer: bool(answer.release_orders))
+    assert ordered.release_orders[0].request_id == "q1"
+    stream.end()
+
+
+async def test_a_stream_ends_when_its_incarnation_does(wire: Wire) -> None:
+    epoch = (await wire.client.register_engine(SPEC)).engine_epoch
+    stream = Stream(wire)
+    stream.hello(epoch)
+    await stream.next()
+    await wire.client.register_engine(SPEC)
+    with pytest.raises(StaleEpochError):
+        await stream.until(lambda _: False)
+    unknown = Stream(wire)
+    unknown.send(hello=engine_pb2.EngineHello(engine_id="nobody", engine_epoch=1))
+    with pytest.raises(UnknownEngineError):
+        await unknown.next()
+    rude = Stream(wire)
+    rude.send()
+    with pytest.raises(InvalidFieldError, match="hello"):
+        await rude.next()
+
+
+async def test_turns_over_one_stream(wire: Wire) -> None:
+    epoch = (await wire.client.register_engine(SPEC)).engine_epoch
+    await wire.retain(epoch)
+
+    async def batches() -> AsyncIterator[list[location_pb2.TurnsOperation]]:
+        operation = location_pb2.TurnsOperation
+        key = wire_key()
+        begins = [operation(id=n, begin_turn=wire_begin(conversation_id=f"c{n}")) for n in range(1, 200)]
+        yield begins
+        yield [operation(id=1000, begin_turn=wire_begin(conversation_id="")), operation(id=1001)]
+        claims = [
+            location_pb2.ClaimLocationRequest(key=key, request_id=f"r{n}", owner="o") for n in range(50)
+        ]
+        yield [operation(id=2000 + n, claim=claim) for n, claim in enumerate(claims)]
+
+    results = {result.id: result async for batch in wire.client.turns(batches()) for result in batch}
+    assert len(results) == 199 + 2 + 50
+    assert all(results[n].begin_turn.turn > 0 for n in range(1, 200))
+    assert results[1000].error.reason == "INVALID_FIELD"
+    assert results[1001].error.reason == "INVALID_FIELD"
+    assert sum(results[2000 + n].claim.HasField("claim") for n in range(50)) == 1
+
+
+async def test_watching_from_a_listing_on_misses_nothing(wire: Wire) -> None:
+    epoch = (await wire.client.register_engine(SPEC)).engine_epoch
+    await wire.retain(epoch, "q1")
+    _, revision = await wire.client.list_locations()
+    await wire.retain(epoch, "q2")
+    await wire.client.end_conversation(KEY)
+    seen = list[tuple[bool, str]]()
+    async for event in wire.client.watch_locations(from_revision=revision + 1):
+        seen.append((event.gone, event.location.request_id))
+        if event.gone:
+            break
+    assert seen == [(False, "q2"), (True, "q2")]
+    with pytest.raises(RevisionGoneError):
+        async for _ in wire.client.watch_locations(from_revision=10**9):
+            pass
+
+
+async def test_stopping_ends_streams_as_unavailable(wire: Wire) -> None:
+    epoch = (await wire.client.register_engine(SPEC)).engine_epoch
+    stream = Stream(wire)
+    stream.hello(epoch)
+    await stream.next()
+    stopping = asyncio.create_task(wire.server.stop(5))
+    with pytest.raises(ControlPlaneError) as raised:
+        await stream.until(lambda _: False)
+    assert raised.value.reason == "SHUTTING_DOWN"
+    await stopping
