@@ -1,13 +1,16 @@
-"""Any order of announcing, claiming, withdrawing, superseding, expiring: a history against a model.
+"""Any order of announcing, claiming, withdrawing, superseding, expiring, re-registering: against a model.
 
-The model is an engine's view, which is the truth: which holders' blocks still exist, and who was allowed to
-read them. What must never happen: two readers of one holder, a hit on blocks that the engine was allowed to
-free, a hit below the margin, an older turn over a newer one.
+The model is the engines' view, which is the truth: which requests' blocks exist, who was let to read them.
+What must never happen: a reader let in while an earlier one may still read, a hit on blocks that the engine
+was allowed to free or below the margin, an order or an agreement to free under a reader, an older turn over a
+newer one. A reader may read until it finishes, or until its claim's timeout and grace have passed, whatever
+happened to the claim's record meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import settings
@@ -22,6 +25,22 @@ CONVERSATIONS = st.sampled_from(["a", "b"])
 ENGINES = st.sampled_from(["d1", "d2"])
 
 
+CLAIM_LIFE_S = 40.0  # timeout and grace
+
+
+@dataclass
+class Blocks:
+    """One request's blocks on a live engine process."""
+
+    engine_id: str
+    conversation: str
+    turn: int
+    ttl_ends: float
+    may_free: bool = False
+    read_until: float = 0.0
+    token: str = ""
+
+
 class History(RuleBasedStateMachine):
     turns = Bundle("turns")
 
@@ -31,10 +50,8 @@ class History(RuleBasedStateMachine):
         self.context = running()
         self.rig: Rig = self.run(self.context.__aenter__())
         self.engines: dict[str, m.Engine] = {}
-        self.ttl_ends: dict[m.Holder, float] = {}
-        self.turn_of: dict[m.Holder, int] = {}
-        self.may_free: set[m.Holder] = set()
-        self.readers: dict[m.Holder, str] = {}
+        self.hold_until: dict[str, float] = {}
+        self.blocks: dict[str, Blocks] = {}
         self.newest: dict[str, int] = {}
         self.count = 0
 
@@ -45,78 +62,120 @@ class History(RuleBasedStateMachine):
         self.run(self.context.__aexit__(None, None, None))
         self.loop.close()
 
+    @property
+    def now(self) -> float:
+        return self.rig.clock.monotonic()
+
+    def next(self, kind: str) -> str:
+        self.count += 1
+        return f"{kind}{self.count}"
+
+    def held(self, engine_id: str) -> list[str]:
+        return [name for name, blocks in self.blocks.items() if blocks.engine_id == engine_id]
+
+    def free(self, request_id: str, why: str) -> None:
+        """The engine was told that it may free; it does."""
+        blocks = self.blocks[request_id]
+        assert blocks.read_until <= self.now, f"freed under a reader: {why}"
+        blocks.may_free = True
+
     @rule(engine_id=ENGINES)
     def start_engine(self, engine_id: str) -> None:
-        """A new incarnation; the blocks of the one before are no more."""
-        for holder in self.ttl_ends:
-            if holder.engine_id == engine_id:
-                self.may_free.add(holder)
+        """A new process; the blocks of the one before are no more."""
+        for request_id in self.held(engine_id):
+            del self.blocks[request_id]
         self.engines[engine_id] = self.run(self.rig.engine(engine_id))
+        self.hold_until[engine_id] = 0.0
+
+    @rule(engine_id=ENGINES)
+    def register_again(self, engine_id: str) -> None:
+        """The same process under a new epoch, after it lost its lease: it announces again what it holds."""
+        if engine_id not in self.engines:
+            return
+        self.engines[engine_id] = self.run(self.rig.engine(engine_id))
+        self.hold_until[engine_id] = self.now + CLAIM_LIFE_S
+        for request_id in self.held(engine_id):
+            blocks = self.blocks[request_id]
+            if not blocks.may_free and blocks.ttl_ends > self.now:
+                self.announce_blocks(request_id, blocks, reannounced=True)
 
     @rule(target=turns, conversation=CONVERSATIONS)
     def begin(self, conversation: str) -> tuple[str, int]:
-        self.count += 1
-        return conversation, self.run(self.rig.begin(f"begin{self.count}", key(conversation)))
+        return conversation, self.run(self.rig.begin(self.next("begin"), key(conversation)))
 
     @rule(turn=turns, engine_id=ENGINES, ttl_s=st.sampled_from([5.0, 12.0, 60.0, 400.0]))
     def announce(self, turn: tuple[str, int], engine_id: str, ttl_s: float) -> None:
-        engine = self.engines.get(engine_id)
-        if engine is None:
-            return
-        self.count += 1
-        conversation, number = turn
-        holder = m.Holder(engine_id, engine.engine_epoch, f"q{self.count}")
-        value = announcement(holder.request_id, number, conversation=key(conversation), ttl_s=ttl_s)
+        if engine_id in self.engines:
+            conversation, number = turn
+            blocks = Blocks(engine_id, conversation, number, self.now + ttl_s)
+            self.announce_blocks(self.next("q"), blocks)
+
+    def announce_blocks(self, request_id: str, blocks: Blocks, *, reannounced: bool = False) -> None:
+        value = announcement(
+            request_id,
+            blocks.turn,
+            conversation=key(blocks.conversation),
+            ttl_s=blocks.ttl_ends - self.now,
+            reannounced=reannounced,
+        )
         try:
-            result = self.run(self.rig.announce(engine, value))
+            result = self.run(self.rig.announce(self.engines[blocks.engine_id], value))
         except DomainError:
             return
-        newest = self.newest.get(conversation, 0)
+        newest = self.newest.get(blocks.conversation, 0)
         if result.outcome is m.AnnounceOutcome.SUPERSEDED:
-            assert number < newest
+            assert blocks.turn < newest or reannounced
             return
         assert result.outcome is m.AnnounceOutcome.ACCEPTED
-        assert number >= newest
-        self.newest[conversation] = number
-        self.ttl_ends[holder] = self.rig.clock.monotonic() + ttl_s
-        self.turn_of[holder] = number
+        assert blocks.turn >= newest
+        self.newest[blocks.conversation] = blocks.turn
+        self.blocks[request_id] = blocks
 
     @rule(conversation=CONVERSATIONS, owner=st.sampled_from(["r1", "r2"]))
     def claim(self, conversation: str, owner: str) -> None:
-        self.count += 1
-        token = f"claim{self.count}"
+        token = self.next("claim")
         outcome = self.run(self.rig.claim(token, owner, key(conversation)))
         if isinstance(outcome, m.MissReason):
             return
-        holder = outcome.location.holder
-        assert holder not in self.readers, "a second reader"
-        assert holder not in self.may_free, "blocks that may be gone"
-        assert self.ttl_ends[holder] - self.rig.clock.monotonic() >= 9.99, "too late"
-        assert self.turn_of[holder] == self.newest[conversation], "an older turn"
-        assert outcome.location.key == key(conversation)
-        self.readers[holder] = token
+        blocks = self.blocks[outcome.location.holder.request_id]
+        assert blocks.read_until <= self.now, "a second reader"
+        assert not blocks.may_free, "blocks that may be gone"
+        assert blocks.ttl_ends - self.now >= 9.99, "too late"
+        assert blocks.turn == self.newest[conversation], "an older turn"
+        assert blocks.conversation == conversation
+        blocks.read_until, blocks.token = self.now + CLAIM_LIFE_S, token
 
     @rule(engine_id=ENGINES, data=st.data())
     def withdraw(self, engine_id: str, data: Any) -> None:
-        engine = self.engines.get(engine_id)
-        mine = [h for h in self.ttl_ends if engine and h.engine_epoch == engine.engine_epoch]
-        mine = [holder for holder in mine if holder.engine_id == engine_id]
-        if not mine:
+        mine = self.held(engine_id)
+        if not mine or self.now < self.hold_until[engine_id]:
             return
-        holder = data.draw(st.sampled_from(mine))
+        request_id = data.draw(st.sampled_from(mine))
+        holder = m.Holder(engine_id, self.engines[engine_id].engine_epoch, request_id)
         outcome = self.run(self.rig.plane.releases.withdraw(holder))
-        if outcome is m.ReleaseOutcome.CLAIMED:
-            assert holder in self.readers
-        else:
-            self.may_free.add(holder)
+        if outcome is not m.ReleaseOutcome.CLAIMED:
+            self.free(request_id, "withdrawn")
+
+    @rule(engine_id=ENGINES, data=st.data())
+    def read(self, engine_id: str, data: Any) -> None:
+        """A reader reads: the engine frees, and reports it."""
+        mine = [name for name in self.held(engine_id) if self.blocks[name].read_until > self.now]
+        if mine:
+            request_id = data.draw(st.sampled_from(mine))
+            del self.blocks[request_id]
+            holder = m.Holder(engine_id, self.engines[engine_id].engine_epoch, request_id)
+            self.run(self.rig.plane.releases.freed(holder))
 
     @rule(data=st.data())
     def finish(self, data: Any) -> None:
-        if self.readers:
-            holder = data.draw(st.sampled_from(sorted(self.readers, key=str)))
-            claim = self.run(self.rig.plane.claims._ledger.claim(self.readers[holder]))
+        """A reader says that it is done."""
+        open_claims = [name for name, blocks in self.blocks.items() if blocks.read_until > self.now]
+        if open_claims:
+            blocks = self.blocks[data.draw(st.sampled_from(open_claims))]
+            claim = self.run(self.rig.plane.claims._ledger.claim(blocks.token))
+            blocks.read_until = 0.0
             if claim.value is not None:
-                self.run(self.rig.plane.releases.finish_claim(claim.value.claim_id, claim.value.owner))
+                self.run(self.rig.plane.releases.finish_claim(blocks.token, claim.value.owner))
 
     @rule(conversation=CONVERSATIONS)
     def end(self, conversation: str) -> None:
@@ -138,13 +197,9 @@ class History(RuleBasedStateMachine):
     def orders_free_nothing_under_a_reader(self) -> None:
         for engine in self.engines.values():
             for request_id, reason in self.run(self.rig.orders(engine)).items():
-                holder = m.Holder(engine.spec.engine_id, engine.engine_epoch, request_id)
-                if reason in (m.ReleaseReason.CLAIM_FINISHED, m.ReleaseReason.CLAIM_TIMEOUT):
-                    assert holder in self.readers
-                else:
-                    assert holder not in self.readers, f"freed under a reader: {reason.name}"
-                self.may_free.add(holder)
+                if request_id in self.blocks:
+                    self.free(request_id, reason.name)
 
 
 TestHistory = History.TestCase
-TestHistory.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestHistory.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
