@@ -77,8 +77,8 @@ def test_sent_announcements_are_never_dropped_for_new_ones(outbox: Outbox, time:
         outbox.announce(announcement(name), expires_at=time.now + 480)
     outbox.take()
     outbox.restart()  # all four wait to be announced again
-    assert outbox.announce(announcement("e"), expires_at=time.now + 480) == ids("e")
-    assert len(outbox) == 4
+    assert outbox.announce(announcement("e"), expires_at=time.now + 480) == []
+    assert len(outbox) == 5
 
 
 def test_withdrawing_what_was_never_sent_asks_nobody(outbox: Outbox, time: Time) -> None:
@@ -190,3 +190,19 @@ def test_reports_of_freed_blocks_are_bounded(time: Time) -> None:
     for number in range(100):
         outbox.ordered(RequestId(str(number)))
     assert len(outbox.take()[0].freed) == 8
+
+
+def test_announcements_sent_before_do_not_count_against_those_that_wait(outbox: Outbox, time: Time) -> None:
+    """With more conversations retained than the limit, and the control plane away."""
+    for number in range(10):
+        outbox.announce(announcement(f"old{number}"), expires_at=time.now + 480)
+        outbox.take()
+    outbox.restart()
+    dropped = [
+        gone
+        for number in range(6)
+        for gone in outbox.announce(announcement(f"new{number}"), expires_at=time.now + 480)
+    ]
+    assert dropped == ids("new0", "new1")
+    sent = [sent.request_id for sent in outbox.take()[0].announcements]
+    assert sent == ids(*(f"old{n}" for n in range(10)), "new2", "new3", "new4", "new5")

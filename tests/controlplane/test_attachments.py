@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
 from kvplane.controlplane import model as m
-from kvplane.v1 import engine_pb2
-from tests.controlplane.harness import Rig
+from kvplane.controlplane.errors import SupersededStreamError
+from kvplane.v1 import common_pb2, engine_pb2
+from tests.controlplane.harness import PARAMS, Rig, announcement
 
 
 async def test_a_lost_stream_counts_at_once_even_if_its_reader_cannot_be_stopped(rig: Rig) -> None:
@@ -44,3 +46,53 @@ async def test_a_lost_stream_counts_at_once_even_if_its_reader_cannot_be_stopped
     let_go.set()
     with pytest.raises(asyncio.CancelledError):
         await handler
+
+
+def _hello(engine: m.Engine) -> engine_pb2.EngineHello:
+    return engine_pb2.EngineHello(engine_id="d", engine_epoch=engine.engine_epoch)
+
+
+async def test_what_comes_late_on_an_older_stream_is_void(rig: Rig) -> None:
+    """An announcement delayed on the way must not bring back what was withdrawn on the next stream."""
+    engine = await rig.engine()
+    turn = await rig.begin("b")
+    late = asyncio.Event()
+    wire = common_pb2.Announcement(
+        key=common_pb2.ConversationKey(tenant_id="t", model="m", conversation_id="c"),
+        request_id="q",
+        turn=turn,
+        token_count=100,
+        block_count=4,
+        kv_transfer_params=PARAMS,
+        fingerprint=common_pb2.Fingerprint(chunk_tokens=64, chain=b"0" * 16),
+    )
+    wire.ttl.FromSeconds(400)
+
+    async def older() -> AsyncIterator[engine_pb2.AttachEngineRequest]:
+        yield engine_pb2.AttachEngineRequest(sequence=1, hello=_hello(engine))
+        await late.wait()
+        yield engine_pb2.AttachEngineRequest(sequence=2, announcements=[wire])
+
+    async def newer() -> AsyncIterator[engine_pb2.AttachEngineRequest]:
+        yield engine_pb2.AttachEngineRequest(sequence=3, hello=_hello(engine), announcements=[wire])
+        yield engine_pb2.AttachEngineRequest(sequence=4, withdrawals=[engine_pb2.Withdrawal(request_id="q")])
+        yield engine_pb2.AttachEngineRequest(sequence=5, freed=[engine_pb2.Freed(request_id="q")])
+
+    first = rig.plane.attachments.serve(older())
+    await anext(first)
+    answers = [answer async for answer in rig.plane.attachments.serve(newer())]
+    assert answers[1].withdrawals[0].outcome == common_pb2.RELEASE_OUTCOME_RELEASED
+    late.set()
+    with pytest.raises(SupersededStreamError):
+        async for _ in first:
+            pass
+    assert await rig.claim() is m.MissReason.UNKNOWN_CONVERSATION
+
+
+async def test_a_large_location_superseded_in_quarantine_fits_one_transaction(rig: Rig) -> None:
+    engine = await rig.engine()
+    params = b"{" + PARAMS[1:-1] + b', "padding": "' + b"x" * 1_000_000 + b'"}'
+    for request_id, reannounced in (("q1", True), ("q2", False)):
+        value = announcement(request_id, await rig.begin(request_id), reannounced=reannounced)
+        result = await rig.announce(engine, replace(value, kv_transfer_params=params))
+        assert result.outcome is m.AnnounceOutcome.ACCEPTED

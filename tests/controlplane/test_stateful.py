@@ -4,7 +4,7 @@ The model is the engines' view, which is the truth: which requests' blocks exist
 What must never happen: a reader let in while an earlier one may still read, a hit on blocks that the engine
 was allowed to free or below the margin, an order or an agreement to free under a reader, an older turn over a
 newer one. A reader may read until it finishes, or until its claim's timeout and grace have passed, whatever
-happened to the claim's record meanwhile.
+happened to the claim's record meanwhile; and never longer than the life of the blocks, and the grace.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CONVERSATIONS = st.sampled_from(["a", "b"])
 ENGINES = st.sampled_from(["d1", "d2"])
 
 
-CLAIM_LIFE_S = 40.0  # timeout and grace
+CLAIM_TIMEOUT_S, GRACE_S = 30.0, 10.0
 
 
 @dataclass
@@ -93,7 +93,7 @@ class History(RuleBasedStateMachine):
         if engine_id not in self.engines:
             return
         self.engines[engine_id] = self.run(self.rig.engine(engine_id))
-        self.hold_until[engine_id] = self.now + CLAIM_LIFE_S
+        self.hold_until[engine_id] = self.now + CLAIM_TIMEOUT_S + GRACE_S
         for request_id in self.held(engine_id):
             blocks = self.blocks[request_id]
             if not blocks.may_free and blocks.ttl_ends > self.now:
@@ -143,7 +143,8 @@ class History(RuleBasedStateMachine):
         assert blocks.ttl_ends - self.now >= 9.99, "too late"
         assert blocks.turn == self.newest[conversation], "an older turn"
         assert blocks.conversation == conversation
-        blocks.read_until, blocks.token = self.now + CLAIM_LIFE_S, token
+        life_s = min(CLAIM_TIMEOUT_S, blocks.ttl_ends - self.now) + GRACE_S
+        blocks.read_until, blocks.token = self.now + life_s, token
 
     @rule(engine_id=ENGINES, data=st.data())
     def withdraw(self, engine_id: str, data: Any) -> None:

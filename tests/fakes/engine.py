@@ -136,7 +136,7 @@ class FakeEngine(EngineCore):
         message: Body = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
         choices = [
             {"index": index, **message, "logprobs": None, "finish_reason": work.finish_reason}
-            for index in range(body.get("n") or 1)
+            for index in range(int(float(body.get("n") or 1)))
         ]
         return web.json_response(
             {

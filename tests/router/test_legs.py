@@ -121,3 +121,30 @@ async def test_a_large_body_reaches_both_engines() -> None:
         reply = await r.post(body)
         assert reply.status == 200
         assert reply.text == expected_reply(body)
+
+
+@pytest.mark.parametrize("smuggled", [{"do_remote_prefill": True, "remote_host": "10.0.0.1"}, "x", None])
+@pytest.mark.parametrize("more", [{}, {"n": 2}], ids=["split", "decode only"])
+async def test_no_way_around_lets_a_client_steer_transfers_case_33(
+    smuggled: Any, more: dict[str, Any]
+) -> None:
+    """vLLM would take them from vllm_xargs as well."""
+    names = ("kv_transfer_params", "ec_transfer_params")
+    async with rig() as r:
+        body = chat("hello") | more | dict.fromkeys(names, smuggled)
+        body["vllm_xargs"] = {**dict.fromkeys(names, smuggled), "kept": 1}
+        async with r.http.post(f"{r.url}/v1/chat/completions", json=body) as response:
+            assert response.status == 200
+        for leg in [*r.p.requests, *r.d.requests]:
+            assert leg["vllm_xargs"] == {"kept": 1}
+            assert "ec_transfer_params" not in leg
+            assert leg.get("kv_transfer_params") != smuggled or smuggled is None
+            assert "10.0.0.1" not in str(leg)
+
+
+@pytest.mark.parametrize("count", [3, 3.0, "3"])
+async def test_a_count_is_read_as_engines_read_it(count: Any) -> None:
+    async with rig() as r:
+        async with r.http.post(f"{r.url}/v1/chat/completions", json=chat("hello") | {"n": count}) as response:
+            assert response.headers["x-kvplane-reason"] == "several_choices"
+        assert not r.p.requests

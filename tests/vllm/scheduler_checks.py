@@ -300,6 +300,15 @@ def check_prompt_embeddings_are_not_retained() -> None:
     assert s._keeper.counts["not_retained:no_fingerprint"] == 1
 
 
+def check_params_that_are_no_object_are_taken_off() -> None:
+    s = scheduler("kv_consumer")
+    for params in ("x", ["do_remote_prefill"], 7):
+        made = request(params, name=f"odd-{params}")  # type: ignore[arg-type]
+        s.on_new_request(made)
+        assert s.get_num_new_matched_tokens(made, 0) == (0, False)
+        assert made.kv_transfer_params is None
+
+
 def check_a_fault_of_ours_costs_reuse_only() -> None:
     s = scheduler()
 

@@ -80,9 +80,10 @@ class Outbox:
         with self._lock:
             self._holdings[request_id] = _Holding(announcement, expires_at)
             self._announce[request_id] = None
-            excess = len(self._announce) - self._limit
-            unsent = (waiting for waiting in self._announce if not self._holdings[waiting].sent)
-            out = [next(unsent) for _ in range(max(0, excess))]
+            out = list[RequestId]()
+            if len(self._announce) > self._limit:  # those that were sent before do not count
+                unsent = [waiting for waiting in self._announce if not self._holdings[waiting].sent]
+                out = unsent[: max(0, len(unsent) - self._limit)]
             for waiting in out:
                 self._drop(waiting)
             return out

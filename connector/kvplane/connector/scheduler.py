@@ -96,6 +96,7 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
 
     def on_new_request(self, request: Any) -> None:
         """Note a request (vLLM 0.32 and later)."""
+        _without_malformed_params(request)
         compat.call_if_there(super(), "on_new_request", request)
         self._live.add(request.request_id)
         if _is_prefill(request):
@@ -103,6 +104,7 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See vLLM; what a prefill request may pull is verified before."""
+        _without_malformed_params(request)
         self._live.add(request.request_id)
         self._waiting, self._waiting_local_tokens = request, num_computed_tokens
         matched: tuple[int | None, bool]
@@ -290,3 +292,9 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
 def _is_prefill(request: Any) -> bool:
     params = request.kv_transfer_params
     return isinstance(params, dict) and bool(params.get("do_remote_decode"))
+
+
+def _without_malformed_params(request: Any) -> None:
+    """Take off params that are no object: vLLM would fall over them, and the engine with it."""
+    if request.kv_transfer_params is not None and not isinstance(request.kv_transfer_params, dict):
+        request.kv_transfer_params = None

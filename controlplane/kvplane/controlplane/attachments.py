@@ -16,6 +16,7 @@ from kvplane.controlplane.errors import (
     InvalidFieldError,
     ShuttingDownError,
     StaleEpochError,
+    SupersededStreamError,
     UnknownEngineError,
 )
 from kvplane.controlplane.feed import Feed
@@ -23,9 +24,13 @@ from kvplane.controlplane.ledger import Ledger
 from kvplane.controlplane.locations import Locations
 from kvplane.controlplane.releases import Releases
 from kvplane.store.base import Event
+from kvplane.store.errors import InvalidStoreRequestError
 from kvplane.v1 import common_pb2, engine_pb2
 
 log = structlog.get_logger(__name__)
+
+_STOP_S = 5.0
+"""How long a reader that does not stop is waited for."""
 
 
 class Attachments:
@@ -39,12 +44,12 @@ class Attachments:
         self._locations = locations
         self._releases = releases
         self._feed = feed
-        self._open: set[asyncio.Queue[engine_pb2.AttachEngineResponse | Exception | None]] = set()
+        self._open: dict[tuple[str, int], _Conversation] = {}
 
     def close(self) -> None:
         """End all streams as unavailable, so that engines attach to another replica at once."""
-        for answers in self._open:
-            answers.put_nowait(ShuttingDownError())
+        for conversation in self._open.values():
+            conversation.end(ShuttingDownError())
 
     async def serve(
         self, requests: AsyncIterator[engine_pb2.AttachEngineRequest]
@@ -56,31 +61,35 @@ class Attachments:
         engine_id = validate.text("hello.engine_id", first.hello.engine_id)
         engine_epoch = validate.epoch("hello.engine_epoch", first.hello.engine_epoch)
         await self._engines.require(engine_id, engine_epoch)
-        answers: asyncio.Queue[engine_pb2.AttachEngineResponse | Exception | None] = asyncio.Queue()
+        conversation = _Conversation(self, engine_id, engine_epoch)
+        older = self._open.get((engine_id, engine_epoch))
+        self._open[engine_id, engine_epoch] = conversation
         detach = self._engines.attach(engine_id, engine_epoch)
         log.info("engine_attached", engine_id=engine_id, engine_epoch=engine_epoch)
-        conversation = _Conversation(self, engine_id, engine_epoch, answers)
         unlisten = [
             self._feed.listen(keys.incarnation_orders(engine_id, engine_epoch), conversation.on_order),
             self._feed.listen(keys.engine(engine_id), conversation.on_engine),
         ]
-        reading = asyncio.create_task(conversation.read(first, requests))
-        self._open.add(answers)
         try:
+            if older is not None:
+                # What the engine said on it may still be on its way, and is void from here on.
+                await older.stop_reading()
+                older.end(SupersededStreamError(engine_id))
+            conversation.start_reading(first, requests)
             await conversation.send_waiting_orders()
-            while (answer := await answers.get()) is not None:
+            while (answer := await conversation.answers.get()) is not None:
                 if isinstance(answer, Exception):
                     raise answer
                 yield answer
         finally:
             # What must happen comes before the first await: this may be cancelled again while it waits.
-            self._open.discard(answers)
+            if self._open.get((engine_id, engine_epoch)) is conversation:
+                del self._open[engine_id, engine_epoch]
             for stop in unlisten:
                 stop()
             detach()
             log.info("engine_detached", engine_id=engine_id, engine_epoch=engine_epoch)
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+            await conversation.stop_reading()
 
     async def apply(
         self, engine_id: str, engine_epoch: int, request: engine_pb2.AttachEngineRequest
@@ -119,7 +128,7 @@ class Attachments:
             result = await self._locations.announce(engine_id, engine_epoch, value)
         except (UnknownEngineError, StaleEpochError):
             raise
-        except (InvalidFieldError, EngineDrainingError, ContentionError) as error:
+        except (InvalidFieldError, EngineDrainingError, ContentionError, InvalidStoreRequestError) as error:
             log.warning("announcement_refused", engine_id=engine_id, cause=str(error))
             result = m.Announced(m.AnnounceOutcome.REFUSED, detail=str(error))
         return convert.announced_out(wire.request_id, result)
@@ -136,20 +145,36 @@ class Attachments:
 class _Conversation:
     """The state of one stream."""
 
-    def __init__(
-        self,
-        attachments: Attachments,
-        engine_id: str,
-        engine_epoch: int,
-        answers: asyncio.Queue[engine_pb2.AttachEngineResponse | Exception | None],
-    ) -> None:
+    def __init__(self, attachments: Attachments, engine_id: str, engine_epoch: int) -> None:
         self._attachments = attachments
         self._engine_id = engine_id
         self._engine_epoch = engine_epoch
-        self._answers = answers
         self._draining = False
+        self._stopped = False
+        self._reading: asyncio.Task[None] | None = None
+        self.answers: asyncio.Queue[engine_pb2.AttachEngineResponse | Exception | None] = asyncio.Queue()
 
-    async def read(
+    def end(self, error: Exception) -> None:
+        """Have the stream end with an error."""
+        self.answers.put_nowait(error)
+
+    def start_reading(
+        self,
+        first: engine_pb2.AttachEngineRequest,
+        requests: AsyncIterator[engine_pb2.AttachEngineRequest],
+    ) -> None:
+        """Apply messages from now on, in a task of its own; not if stopped before."""
+        if not self._stopped:
+            self._reading = asyncio.create_task(self._read(first, requests))
+
+    async def stop_reading(self) -> None:
+        """Apply nothing more; one that is being applied is done or undone when this returns."""
+        self._stopped = True
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait((self._reading,), timeout=_STOP_S)
+
+    async def _read(
         self,
         first: engine_pb2.AttachEngineRequest,
         requests: AsyncIterator[engine_pb2.AttachEngineRequest],
@@ -160,14 +185,14 @@ class _Conversation:
             async for request in requests:
                 await self._apply(request)
         except Exception as error:
-            self._answers.put_nowait(error)
+            self.answers.put_nowait(error)
         else:
-            self._answers.put_nowait(None)
+            self.answers.put_nowait(None)
 
     async def _apply(self, request: engine_pb2.AttachEngineRequest) -> None:
         answer = await self._attachments.apply(self._engine_id, self._engine_epoch, request)
         self._draining = answer.draining
-        self._answers.put_nowait(answer)
+        self.answers.put_nowait(answer)
 
     async def send_waiting_orders(self) -> None:
         """Send the orders given while the engine was away."""
@@ -183,16 +208,16 @@ class _Conversation:
     def _send(self, orders: list[m.Order]) -> None:
         wire = [convert.order_out(order) for order in orders]
         answer = engine_pb2.AttachEngineResponse(release_orders=wire, draining=self._draining)
-        self._answers.put_nowait(answer)
+        self.answers.put_nowait(answer)
 
     def on_engine(self, event: Event) -> None:
         """Tell the engine that it drains, or end the stream of an incarnation that is over."""
         engine = records.load_engine(event.current.value) if event.current is not None else None
         if engine is None:
-            self._answers.put_nowait(UnknownEngineError(self._engine_id))
+            self.answers.put_nowait(UnknownEngineError(self._engine_id))
         elif engine.engine_epoch > self._engine_epoch:
             error = StaleEpochError(self._engine_id, self._engine_epoch, engine.engine_epoch)
-            self._answers.put_nowait(error)
+            self.answers.put_nowait(error)
         elif engine.draining:
             self._draining = True
-            self._answers.put_nowait(engine_pb2.AttachEngineResponse(draining=True))
+            self.answers.put_nowait(engine_pb2.AttachEngineResponse(draining=True))

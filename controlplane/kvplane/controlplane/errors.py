@@ -71,6 +71,13 @@ class RevisionGoneError(DomainError):
         super().__init__(f"revision {revision} cannot be watched from; list again", revision=str(revision))
 
 
+class SupersededStreamError(DomainError):
+    """The engine attached again: this stream is over."""
+
+    def __init__(self, engine_id: str) -> None:
+        super().__init__("the engine attached again on another stream", engine_id=engine_id)
+
+
 class ShuttingDownError(DomainError):
     """This replica is about to stop: call another one."""
 
@@ -86,6 +93,7 @@ _TABLE: dict[type[Exception], tuple[grpc.StatusCode, str]] = {
     EngineDrainingError: (_Code.FAILED_PRECONDITION, "ENGINE_DRAINING"),
     NotClaimOwnerError: (_Code.PERMISSION_DENIED, "NOT_CLAIM_OWNER"),
     ContentionError: (_Code.ABORTED, "CONTENTION"),
+    SupersededStreamError: (_Code.ABORTED, "STREAM_SUPERSEDED"),
     RevisionGoneError: (_Code.OUT_OF_RANGE, "REVISION_GONE"),
     ShuttingDownError: (_Code.UNAVAILABLE, "SHUTTING_DOWN"),
     store_errors.StoreUnavailableError: (_Code.UNAVAILABLE, "STORE_UNAVAILABLE"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import structlog
 
 from kvplane.controlplane import keys, records
@@ -35,7 +37,9 @@ class Releases:
         return [*operations, Delete(keys.holding(location.holder)), order]
 
     def _quarantine(self, location: m.Location) -> m.Claim:
+        """Nobody reads by this claim, so it goes without params and fingerprint, which may be large."""
         holder = location.holder
+        location = replace(location, kv_transfer_params=b"", fingerprint=m.Fingerprint(0, b""))
         grace_ms = round(self._settings.claim_grace_s * 1000)
         name = f"quarantine/{holder.engine_id}/{holder.engine_epoch}/{holder.request_id}"
         return m.Claim(name, "", location, location.not_before_ms - grace_ms)

@@ -23,6 +23,8 @@ COLD_PARAMS: Mapping[str, Any] = {
 }
 """Tells a prefill engine that another engine will read what it computes."""
 
+_BETWEEN_ENGINES = frozenset({"kv_transfer_params", "ec_transfer_params"})
+"""What engines tell each other through the router; never taken from a client."""
 _CAPPED = ("max_tokens", "max_completion_tokens")
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens", "best_of")
 
@@ -64,9 +66,22 @@ def error_body(message: str, status: int, *, param: str | None = None, kind: str
     return dump({"error": {"message": message, "type": kind, "param": param, "code": status}})
 
 
+def _engine_body(body: Body) -> Body:
+    """Return a client's body without what is ours, and without any way to steer KV transfers.
+
+    vLLM takes engine arguments from `vllm_xargs` too, where they would win over what we leave out.
+    """
+    dropped = OWN_FIELDS | _BETWEEN_ENGINES
+    leg = {name: value for name, value in body.items() if name not in dropped}
+    arguments = leg.get("vllm_xargs")
+    if isinstance(arguments, dict):
+        leg["vllm_xargs"] = {name: arguments[name] for name in arguments if name not in _BETWEEN_ENGINES}
+    return leg
+
+
 def prefill_body(body: Body, params: Mapping[str, Any]) -> Body:
     """Return the body of the prefill leg: one token, one choice, no stream."""
-    leg = {name: value for name, value in body.items() if name not in OWN_FIELDS}
+    leg = _engine_body(body)
     for name in _NOT_FOR_PREFILL:
         leg.pop(name, None)
     capped = [name for name in _CAPPED if name in leg] or ["max_tokens"]
@@ -80,15 +95,20 @@ def prefill_body(body: Body, params: Mapping[str, Any]) -> Body:
 
 def decode_body(body: Body, params: Mapping[str, Any] | None) -> Body:
     """Return the body of the decode leg: the client's own, with our params in place of any of its own."""
-    leg = {name: value for name, value in body.items() if name not in OWN_FIELDS}
-    leg.pop("kv_transfer_params", None)
+    leg = _engine_body(body)
     if params is not None:
         leg["kv_transfer_params"] = dict(params)
     return leg
 
 
 def _above_one(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 1
+    """Whether a count is above one, written as engines accept it: 3, 3.0 or "3"."""
+    if not isinstance(value, int | float | str) or isinstance(value, bool):
+        return False
+    try:
+        return float(value) > 1
+    except ValueError:
+        return False
 
 
 def decode_only_reason(body: Body) -> str | None:
