@@ -288,6 +288,9 @@ async def test_heartbeats_keep_the_lease_and_silence_ends_the_stream() -> None:
         assert plane.streams == 1
         plane.acknowledging.clear()
         await until(lambda: plane.streams >= 2)
+        # It hears us, so it keeps our lease and may hand out what we hold: that counts as contact.
+        contact = rig.session.last_contact
+        await until(lambda: rig.session.last_contact != contact)
         plane.acknowledging.set()
         await until(lambda: rig.session.attached)
         await rig.close()

@@ -292,3 +292,11 @@ async def test_listing_pages_over_retained_and_claimed(rig: Rig) -> None:
         if not after:
             break
     assert seen == [(f"c{n}", False) for n in range(7) if n != 3] + [("c3", True)]
+
+
+async def test_a_turn_that_nobody_gave_is_refused_and_poisons_nothing(rig: Rig) -> None:
+    engine = await rig.engine()
+    with pytest.raises(InvalidFieldError, match="BeginTurn"):
+        await rig.announce(engine, announcement("q", 2**63 - 1))
+    await rig.retain(engine, "q1")
+    assert isinstance(await rig.claim(), m.Claim)

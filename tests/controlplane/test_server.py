@@ -178,7 +178,21 @@ BAD: list[tuple[str, Any, str]] = [
         _announce(fingerprint=common_pb2.Fingerprint(chunk_tokens=64, chain=b"x" * 8)),
         "announcement.fingerprint.chain",
     ),
-    ("AnnounceLocation", _announce(endpoint="d:8200"), "announcement.endpoint"),
+    *(
+        ("AnnounceLocation", _announce(endpoint=endpoint), "announcement.endpoint")
+        for endpoint in (
+            "d:8200",
+            "http://",
+            "http://a..b:80",
+            "http://exa mple:80",
+            "http://d:99999",
+            "http://" + "a" * 70,
+            "http://u@d:80",
+            "http://d:80/path",
+            "ftp://d:80",
+            "http://" + "a" * 60 + "!",
+        )
+    ),
     ("RegisterEngine", engine_pb2.RegisterEngineRequest(), "spec.engine_id"),
     (
         "RegisterEngine",

@@ -11,7 +11,7 @@ import grpc
 
 from kvplane.client import convert
 from kvplane.client import model as m
-from kvplane.client.errors import from_rpc_error
+from kvplane.client.errors import ControlPlaneUnavailableError, from_rpc_error
 from kvplane.v1 import engine_pb2, engine_pb2_grpc, location_pb2, location_pb2_grpc
 
 T = TypeVar("T")
@@ -90,6 +90,19 @@ class ControlPlaneClient:
     async def aclose(self) -> None:
         """Close the channel; calls under way fail as unavailable. Idempotent."""
         await self._channel.close()
+
+    async def wait_connected(self) -> None:
+        """Connect, if need be, and wait for it; not before that can a call reach anyone.
+
+        Raises ControlPlaneUnavailableError once an attempt has failed.
+        """
+        while (state := self._channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
+            if state in (
+                grpc.ChannelConnectivity.TRANSIENT_FAILURE,
+                grpc.ChannelConnectivity.SHUTDOWN,
+            ):
+                raise ControlPlaneUnavailableError("cannot connect")
+            await self._channel.wait_for_state_change(state)
 
     # Engines
 

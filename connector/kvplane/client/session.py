@@ -26,6 +26,7 @@ from kvplane.v1 import engine_pb2
 
 FIRST_RETRY_S = 0.2
 LAST_RETRY_S = 1.0
+CONNECT_S = 2.0
 _TICK_S = 1.0  # how often a changed load is looked for
 _SETTLE_S = 2.0  # how long a new incarnation waits for answers to withdrawals
 
@@ -84,6 +85,7 @@ class EngineSession:
         self._restart_by: float | None = None
         self._ping = False
         self._draining = False
+        self._reached = False
         self._trouble = ""
         self.attached = False
         """Whether the control plane answers on a stream now."""
@@ -153,6 +155,12 @@ class EngineSession:
         await self._client.aclose()
 
     async def _live(self) -> None:
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await self._client.wait_connected()
+        except TimeoutError:
+            raise ControlPlaneUnavailableError(f"no connection within {CONNECT_S:g} s") from None
+        self._reached = True
         if self._registration is None:
             self._registration = await self._client.register_engine(
                 self._spec, request_id=self._registration_id
@@ -261,11 +269,13 @@ class EngineSession:
         self._outbox.lost(sent.batch for sent in self._unacknowledged.values())
         self._unacknowledged.clear()
         was_attached, self.attached = self.attached, False
-        if was_attached:
+        reached, self._reached = self._reached, False
+        if was_attached or (reached and self._registration is not None):
+            # It may have heard us and kept our lease, although no answer came in time.
             self.last_contact = self._monotonic()
-            if not self._closing and not self.fenced:
-                self._trouble = cause
-                _log.warning("control_plane_lost", engine_id=self._spec.engine_id, cause=cause)
+        if was_attached and not self._closing and not self.fenced:
+            self._trouble = cause
+            _log.warning("control_plane_lost", engine_id=self._spec.engine_id, cause=cause)
         return was_attached
 
     def _report(self, trouble: str, error: Exception, **more: str) -> None:

@@ -22,6 +22,7 @@ from kvplane.store.errors import StoreClosedError, StoreError
 log = structlog.get_logger(__name__)
 
 _TICK_S = 0.25
+_YIELD_EVERY = 64
 
 
 class Sweeper:
@@ -84,8 +85,11 @@ class Sweeper:
 
     async def sweep(self) -> None:
         """End all that is due now."""
-        now = self._clock.now_ms()
+        now, ended = self._clock.now_ms(), 0
         while self._due and self._due[0][0] <= now:
+            ended += 1
+            if not ended % _YIELD_EVERY:
+                await asyncio.sleep(0)  # a store in memory never waits, and others have to run
             _, key = heapq.heappop(self._due)
             if key.startswith(keys.CLAIMS):
                 ending: Awaitable[object] = self._releases.time_out_claim(

@@ -13,6 +13,8 @@ from kvplane.controlplane.ledger import ATTEMPTS, Ledger
 from kvplane.controlplane.releases import Releases
 from kvplane.store.base import Operation
 
+_TURN_AHEAD_MS = 86_400_000
+"""A turn's number is the clock's milliseconds or a little more; replicas' clocks do not differ by a day."""
 _SAME_MS = 1000
 """A deadline that moves by less is not written again."""
 
@@ -56,6 +58,8 @@ class Locations:
             compares = [required.unchanged, holding.unchanged(), order.unchanged()]
             compares += [current.unchanged(), turns.unchanged()]
             known = turns.value or m.Turns()
+            if value.turn > max(known.latest_turn, ledger.clock.now_ms() + _TURN_AHEAD_MS):
+                raise InvalidFieldError("announcement.turn", "is no number that BeginTurn has given")
             is_known = current.value is not None and current.value.holder == holder
             if not is_known and required.engine.draining:
                 raise EngineDrainingError(engine_id)

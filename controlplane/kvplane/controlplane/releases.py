@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import structlog
@@ -15,6 +16,7 @@ from kvplane.store.base import MAX_TXN_OPERATIONS, Delete, Operation
 log = structlog.get_logger(__name__)
 
 _ORDER_LIFE_MS = 600_000
+_YIELD_EVERY = 64
 
 
 class Releases:
@@ -164,6 +166,8 @@ class Releases:
                 continue
             location_key, claim_id = records.load_holding(item.value)
             purged += 1
+            if not purged % _YIELD_EVERY:
+                await asyncio.sleep(0)  # a store in memory never waits, and others have to run
             if claim_id:
                 await self._ledger.write([], [Delete(item.key), Delete(keys.claim(claim_id))])
                 continue

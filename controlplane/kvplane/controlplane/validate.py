@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from urllib.parse import urlsplit
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -18,6 +20,9 @@ MAX_CHUNK_TOKENS = 65_536
 MAX_BATCH = 1024
 MAX_WAIT_S = 5.0
 HASH_BYTES = 8
+_LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
+_HOST = re.compile(rf"(?=.{{1,253}}\.?$){_LABEL}(\.{_LABEL})*\.?|[0-9a-f:.]+")
+"""A host name of DNS labels (with underscores, as container networks have them), or an address."""
 PARAMS_NEEDED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids")
 
 
@@ -117,7 +122,14 @@ def spec(wire: engine_pb2.EngineSpec) -> None:
 
 def endpoint(field: str, value: str) -> None:
     """Check an HTTP base URL; empty is allowed."""
-    if value and not value.startswith(("http://", "https://")):
+    if not value:
+        return
+    try:
+        parts = urlsplit(value)
+        usable = parts.port != 0 and bool(_HOST.fullmatch(parts.hostname or ""))
+    except ValueError:
+        usable = False
+    if not usable or parts.scheme not in ("http", "https") or parts.path.strip("/") or "@" in parts.netloc:
         raise InvalidFieldError(field, 'must be an HTTP base URL such as "http://10.0.0.7:8200"')
 
 

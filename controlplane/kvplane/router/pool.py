@@ -261,7 +261,7 @@ class EnginePool:
             # A busy engine may be late once.
             engine.timeouts += 1
             problem = "GET /health timed out" if engine.timeouts >= 2 or not engine.up else ""
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, UnicodeError) as error:
             problem = f"{type(error).__name__}: {error}"
         finally:
             engine.probing = False

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from kvplane.router.policy import PathMode, Thresholds
+
+_LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
+_HOST = re.compile(rf"(?=.{{1,253}}\.?$){_LABEL}(\.{_LABEL})*\.?|[0-9a-f:.]+")
+"""A host name of DNS labels (with underscores, as container networks have them), or an address."""
 
 
 class SettingsError(ValueError):
@@ -32,6 +37,8 @@ def engine_url(value: str, flag: str = "--decode") -> str:
         raise SettingsError(f"{flag} {value}: engines speak http or https, not {parts.scheme}")
     if not host:
         raise SettingsError(f"{flag} {value}: the host is missing; write http://HOST:PORT")
+    if not _HOST.fullmatch(host):
+        raise SettingsError(f"{flag} {value}: {host} is no host name or address")
     if parts.username is not None or parts.query or parts.fragment:
         raise SettingsError(f"{flag} {value}: only scheme, host and port belong here")
     if parts.path not in ("", "/"):

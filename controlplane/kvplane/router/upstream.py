@@ -157,7 +157,12 @@ class Upstream:
             return await self._session.post(
                 engine.at(path), data=data, headers=headers, allow_redirects=False
             )
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        except (
+            aiohttp.ClientConnectorError,
+            aiohttp.ConnectionTimeoutError,
+            aiohttp.InvalidURL,
+            UnicodeError,  # a host name that IDNA cannot encode
+        ) as error:
             self._pool.failed(engine, str(error))
             raise NeverSentError(engine, str(error)) from error
         except (aiohttp.ClientError, OSError) as error:
