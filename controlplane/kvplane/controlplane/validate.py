@@ -21,7 +21,7 @@ MAX_BATCH = 1024
 MAX_WAIT_S = 5.0
 HASH_BYTES = 8
 _LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
-_HOST = re.compile(rf"(?=.{{1,253}}\.?$){_LABEL}(\.{_LABEL})*\.?|[0-9a-f:.]+")
+_HOST = re.compile(rf"(?=.{{1,253}}\.?$){_LABEL}(\.{_LABEL})*\.?|[0-9a-f.]*:[0-9a-f:.]*")
 """A host name of DNS labels (with underscores, as container networks have them), or an address."""
 PARAMS_NEEDED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids")
 

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from kvplane.router.policy import PathMode, Thresholds
 
 _LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
-_HOST = re.compile(rf"(?=.{{1,253}}\.?$){_LABEL}(\.{_LABEL})*\.?|[0-9a-f:.]+")
+_HOST = re.compile(rf"(?=.{{1,253}}\.?$){_LABEL}(\.{_LABEL})*\.?|[0-9a-f.]*:[0-9a-f:.]*")
 """A host name of DNS labels (with underscores, as container networks have them), or an address."""
 
 
