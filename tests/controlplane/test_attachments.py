@@ -9,8 +9,10 @@ from dataclasses import replace
 import pytest
 
 from kvplane.controlplane import model as m
-from kvplane.controlplane.errors import SupersededStreamError
-from kvplane.v1 import common_pb2, engine_pb2
+from kvplane.controlplane import validate
+from kvplane.controlplane.errors import InvalidFieldError, SupersededStreamError
+from kvplane.controlplane.turn_streams import MAX_OUTSTANDING, multiplexed
+from kvplane.v1 import common_pb2, engine_pb2, location_pb2
 from tests.controlplane.harness import PARAMS, Rig, announcement
 
 
@@ -96,3 +98,40 @@ async def test_a_large_location_superseded_in_quarantine_fits_one_transaction(ri
         value = announcement(request_id, await rig.begin(request_id), reannounced=reannounced)
         result = await rig.announce(engine, replace(value, kv_transfer_params=params))
         assert result.outcome is m.AnnounceOutcome.ACCEPTED
+
+
+async def test_a_caller_that_does_not_read_is_not_read_from(rig: Rig) -> None:
+    """Else its answers would pile up without bound."""
+    taken = 0
+
+    async def requests() -> AsyncIterator[location_pb2.TurnsRequest]:
+        nonlocal taken
+        key = common_pb2.ConversationKey(tenant_id="t", model="m", conversation_id="c")
+        lookup = location_pb2.LookupLocationRequest(key=key)
+        for number in range(5000):
+            taken += 1
+            yield location_pb2.TurnsRequest(
+                operations=[location_pb2.TurnsOperation(id=number, lookup=lookup)]
+            )
+
+    answers = multiplexed(rig.plane.location_servicer, requests())
+    first = await anext(answers)
+    await rig.clock.advance(0)
+    assert taken <= MAX_OUTSTANDING + len(first.results) + 1
+    assert len(first.results) + sum([len(answer.results) async for answer in answers]) == 5000
+
+
+async def test_an_engine_announces_for_itself_only(rig: Rig) -> None:
+    params = PARAMS.replace(b'"remote_engine_id": "d"', b'"remote_engine_id": "another"')
+    wire = common_pb2.Announcement(
+        key=common_pb2.ConversationKey(tenant_id="t", model="m", conversation_id="c"),
+        request_id="q",
+        turn=1,
+        token_count=1,
+        block_count=1,
+        kv_transfer_params=params,
+        fingerprint=common_pb2.Fingerprint(chunk_tokens=64, chain=b"0" * 8),
+    )
+    wire.ttl.FromSeconds(400)
+    with pytest.raises(InvalidFieldError, match="own id"):
+        validate.announcement(wire, "d")

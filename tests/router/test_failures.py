@@ -158,6 +158,33 @@ async def test_a_hanging_prefill_engine_is_a_504() -> None:
         assert (await r.post(chat("hello"))).status == 504
 
 
+async def test_requests_on_an_engine_that_goes_silent_are_served_by_another() -> None:
+    """Stopped, not dead: its connections stay open, and only its health tells."""
+    async with rig(decode=2) as r:
+        for engine in r.decode:
+            engine.faults.append("hang")
+        waiting = asyncio.create_task(r.post(chat("hello")))
+        await until(lambda: any(e.waits and e.decode for e in r.router.pool.engines))
+        await until(lambda: not all(engine.faults for engine in r.decode))
+        silent = next(e for e in r.router.pool.engines if e.waits)
+        for engine in r.decode:
+            engine.faults.clear()
+        silent.up = False
+        r.router.pool._free_waits(silent)
+        reply = await waiting
+        assert reply.status == 200
+        assert reply.text == expected_reply(chat("hello"))
+
+
+async def test_a_refused_pull_finishes_its_claim() -> None:
+    async with rig() as r:
+        await r.say(long_text(300))
+        r.p.faults.append("400")
+        said = [*r.said["c1"], "more"]
+        assert (await r.post(chat(*said), path="pull")).status == 400
+        await until(lambda: not r.plane.claims)
+
+
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 @pytest.mark.parametrize("status", [400, 422, 429])
 async def test_refusals_are_passed_on_as_they_are(leg: str, status: int) -> None:

@@ -287,6 +287,7 @@ def test_measuring_takes_anything(value: Any) -> None:
     for body in (
         {"messages": value},
         {"messages": [value]},
+        {"messages": [{"role": value, "content": "text"}]},
         {"prompt": value},
         {"messages": [{"content": value}]},
     ):

@@ -309,6 +309,22 @@ def check_params_that_are_no_object_are_taken_off() -> None:
         assert made.kv_transfer_params is None
 
 
+def check_a_turn_that_ran_through_a_reset_is_not_retained() -> None:
+    s = scheduler()
+    made = request(dict(DIRECT), 100, 30)
+    s.on_new_request(made)
+    allocated(s, made)
+    s.reset_cache()
+    finish(made)
+    assert s.request_finished(made, blocks_of(made)) == (False, None)
+    assert not s._session.announced
+    after = request(dict(DIRECT), 100, 30, name="after")
+    s.on_new_request(after)
+    allocated(s, after)
+    finish(after)
+    assert s.request_finished(after, blocks_of(after)) == (True, None)
+
+
 def check_a_fault_of_ours_costs_reuse_only() -> None:
     s = scheduler()
 

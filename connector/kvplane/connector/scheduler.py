@@ -45,6 +45,7 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
         self._faults: Counter[str] = Counter()
         self._live: set[str] = set()  # requests waiting or running
         self._admitted: set[str] = set()  # those of them that were given blocks
+        self._stale: set[str] = set()  # those of them that began before the cache was reset
         self._waiting: Any = None  # asked about in this step, not given blocks yet
         self._waiting_local_tokens = 0
         self._pool: Any = None
@@ -89,7 +90,11 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
         super().shutdown()
 
     def reset_cache(self) -> bool:
-        """Forget everything retained. False while blocks of it are held: free after the next steps."""
+        """Forget everything retained. False while blocks of it are held: free after the next steps.
+
+        What runs now began on the old cache, perhaps on old weights: it is not retained either.
+        """
+        self._stale |= self._live
         return self._keeper is None or self._keeper.reset()
 
     # Both sides
@@ -140,7 +145,9 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
         delay, params = super().request_finished(request, block_ids)
         if _is_prefill(request):
             return delay, self._with_report(request, params)
-        if delay and not self._keep(request, block_ids, params):
+        stale = request.request_id in self._stale
+        self._stale.discard(request.request_id)
+        if delay and (stale or not self._keep(request, block_ids, params)):
             delay = False
             self._reqs_need_send.pop(request.request_id, None)
             self._reqs_not_processed.add(request.request_id)

@@ -29,6 +29,8 @@ from kvplane.v1 import common_pb2, engine_pb2
 
 log = structlog.get_logger(__name__)
 
+_MAX_UNREAD = 64
+"""Acknowledgements that may wait for the engine to read them."""
 _STOP_S = 5.0
 """How long a reader that does not stop is waited for."""
 
@@ -60,8 +62,8 @@ class Attachments:
             raise InvalidFieldError("hello", "must be in the first message of the stream")
         engine_id = validate.text("hello.engine_id", first.hello.engine_id)
         engine_epoch = validate.epoch("hello.engine_epoch", first.hello.engine_epoch)
-        await self._engines.require(engine_id, engine_epoch)
-        conversation = _Conversation(self, engine_id, engine_epoch)
+        required = await self._engines.require(engine_id, engine_epoch)
+        conversation = _Conversation(self, engine_id, engine_epoch, draining=required.engine.draining)
         older = self._open.get((engine_id, engine_epoch))
         self._open[engine_id, engine_epoch] = conversation
         detach = self._engines.attach(engine_id, engine_epoch)
@@ -81,6 +83,8 @@ class Attachments:
                 if isinstance(answer, Exception):
                     raise answer
                 yield answer
+                if answer.acknowledged_sequence:
+                    conversation.was_read()
         finally:
             # What must happen comes before the first await: this may be cancelled again while it waits.
             if self._open.get((engine_id, engine_epoch)) is conversation:
@@ -106,10 +110,12 @@ class Attachments:
             acknowledged_sequence=request.sequence, draining=engine.draining
         )
         for freed in request.freed:
+            validate.text("freed.request_id", freed.request_id)
             await self._releases.freed(m.Holder(engine_id, engine_epoch, freed.request_id))
         for wire in request.announcements:
             answer.announcements.append(await self._announce(engine_id, engine_epoch, wire))
         for withdrawal in request.withdrawals:
+            validate.text("withdrawals.request_id", withdrawal.request_id)
             holder = m.Holder(engine_id, engine_epoch, withdrawal.request_id)
             outcome = await self._releases.withdraw(holder)
             answer.withdrawals.add(request_id=withdrawal.request_id, outcome=convert.outcome_out(outcome))
@@ -123,7 +129,7 @@ class Attachments:
         self, engine_id: str, engine_epoch: int, wire: common_pb2.Announcement
     ) -> common_pb2.AnnouncementResult:
         try:
-            validate.announcement(wire, "announcements")
+            validate.announcement(wire, engine_id, "announcements")
             value = convert.announcement_in(wire)
             result = await self._locations.announce(engine_id, engine_epoch, value)
         except (UnknownEngineError, StaleEpochError):
@@ -145,14 +151,21 @@ class Attachments:
 class _Conversation:
     """The state of one stream."""
 
-    def __init__(self, attachments: Attachments, engine_id: str, engine_epoch: int) -> None:
+    def __init__(
+        self, attachments: Attachments, engine_id: str, engine_epoch: int, *, draining: bool
+    ) -> None:
         self._attachments = attachments
         self._engine_id = engine_id
         self._engine_epoch = engine_epoch
-        self._draining = False
+        self._draining = draining
+        self._room = asyncio.Semaphore(_MAX_UNREAD)
         self._stopped = False
         self._reading: asyncio.Task[None] | None = None
         self.answers: asyncio.Queue[engine_pb2.AttachEngineResponse | Exception | None] = asyncio.Queue()
+
+    def was_read(self) -> None:
+        """Note that an acknowledgement was taken."""
+        self._room.release()
 
     def end(self, error: Exception) -> None:
         """Have the stream end with an error."""
@@ -190,6 +203,7 @@ class _Conversation:
             self.answers.put_nowait(None)
 
     async def _apply(self, request: engine_pb2.AttachEngineRequest) -> None:
+        await self._room.acquire()  # an engine that does not read is not listened to
         answer = await self._attachments.apply(self._engine_id, self._engine_epoch, request)
         self._draining = answer.draining
         self.answers.put_nowait(answer)

@@ -16,6 +16,9 @@ from kvplane.store.errors import LeaseNotFoundError
 
 log = structlog.get_logger(__name__)
 
+_EPOCH_KEPT_MS = 7 * 86_400_000
+"""Epochs follow the clock; the last one is remembered in case the clock is set back."""
+
 
 @dataclass(frozen=True, slots=True)
 class LiveEngine:
@@ -68,7 +71,11 @@ class EngineRegistry:
             written = await ledger.write(
                 [current.unchanged(), last.unchanged()],
                 [
-                    Put(last.key, records.dump_epoch(engine.engine_epoch)),
+                    Put(
+                        last.key,
+                        records.dump_epoch(engine.engine_epoch),
+                        await ledger.dust_lease(now + _EPOCH_KEPT_MS),
+                    ),
                     Put(current.key, records.dump_engine(engine), lease.lease_id),
                 ],
             )

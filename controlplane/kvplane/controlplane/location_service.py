@@ -49,7 +49,7 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         """See the protos."""
         engine_id = validate.text("engine_id", request.engine_id)
         engine_epoch = validate.epoch("engine_epoch", request.engine_epoch)
-        validate.announcement(request.announcement)
+        validate.announcement(request.announcement, engine_id)
         value = convert.announcement_in(request.announcement)
         result = await self._locations.announce(engine_id, engine_epoch, value)
         return location_pb2.AnnounceLocationResponse(result=convert.announced_out(value.request_id, result))

@@ -14,8 +14,8 @@ from kvplane.v1 import location_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
-MAX_OUTSTANDING = 4096
-"""Operations of one stream under way at once; beyond it the stream is not read."""
+MAX_OUTSTANDING = 256
+"""Operations of one stream that are under way or whose answer is not taken; then it is not read further."""
 
 
 class Operations(Protocol):
@@ -76,11 +76,8 @@ async def multiplexed(
     finished = False
 
     async def perform(operation: pb.TurnsOperation) -> None:
-        try:
-            ready.append(await _perform(handlers, operation))
-            changed.set()
-        finally:
-            slots.release()
+        ready.append(await _perform(handlers, operation))
+        changed.set()
 
     async def read() -> None:
         nonlocal finished
@@ -106,6 +103,8 @@ async def multiplexed(
             if ready:
                 results, ready[:] = list(ready), []
                 yield pb.TurnsResponse(results=results)
+                for _ in results:
+                    slots.release()
             if failure:
                 raise failure[0]
             if finished and not ready:

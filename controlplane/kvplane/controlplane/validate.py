@@ -133,8 +133,8 @@ def endpoint(field: str, value: str) -> None:
         raise InvalidFieldError(field, 'must be an HTTP base URL such as "http://10.0.0.7:8200"')
 
 
-def announcement(wire: common_pb2.Announcement, field: str = "announcement") -> None:
-    """Check an announcement, its kv_transfer_params included."""
+def announcement(wire: common_pb2.Announcement, engine_id: str, field: str = "announcement") -> None:
+    """Check an announcement of an engine, its kv_transfer_params included."""
     key(wire.key, f"{field}.key")
     text(f"{field}.request_id", wire.request_id)
     positive(f"{field}.turn", wire.turn)
@@ -144,7 +144,7 @@ def announcement(wire: common_pb2.Announcement, field: str = "announcement") -> 
     text(f"{field}.endpoint", wire.endpoint, most=2048, optional=True)
     endpoint(f"{field}.endpoint", wire.endpoint)
     _fingerprint(wire.fingerprint, wire.token_count, f"{field}.fingerprint")
-    _params(wire.kv_transfer_params, f"{field}.kv_transfer_params")
+    _params(wire.kv_transfer_params, engine_id, f"{field}.kv_transfer_params")
     if len(wire.kv_transfer_params) + len(wire.fingerprint.chain) > MAX_RECORD_BYTES:
         raise InvalidFieldError(
             f"{field}.kv_transfer_params",
@@ -164,7 +164,7 @@ def _fingerprint(wire: common_pb2.Fingerprint, token_count: int, field: str) -> 
         raise InvalidFieldError(f"{field}.chain", problem)
 
 
-def _params(raw: bytes, field: str) -> None:
+def _params(raw: bytes, engine_id: str, field: str) -> None:
     if len(raw) > MAX_PARAMS_BYTES:
         raise InvalidFieldError(field, f"must be at most {MAX_PARAMS_BYTES} bytes")
     try:
@@ -176,5 +176,7 @@ def _params(raw: bytes, field: str) -> None:
     for name in PARAMS_NEEDED:
         if params.get(name) in (None, "", []):
             raise InvalidFieldError(f"{field}.{name}", "is missing: the reader could not reach the blocks")
+    if params["remote_engine_id"] != engine_id:
+        raise InvalidFieldError(f"{field}.remote_engine_id", "must be the announcing engine's own id")
     if params.get("transfer_mode", "pull") != "pull":
         raise InvalidFieldError(f"{field}.transfer_mode", 'must be "pull": pushed KV cannot be read back')

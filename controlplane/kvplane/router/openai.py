@@ -101,14 +101,9 @@ def decode_body(body: Body, params: Mapping[str, Any] | None) -> Body:
     return leg
 
 
-def _above_one(value: object) -> bool:
-    """Whether a count is above one, written as engines accept it: 3, 3.0 or "3"."""
-    if not isinstance(value, int | float | str) or isinstance(value, bool):
-        return False
-    try:
-        return float(value) > 1
-    except ValueError:
-        return False
+def _is_one(value: object) -> bool:
+    """Whether a count is one, or left to the engine. Engines also read 3.0 and "3" as numbers."""
+    return value is None or value is True or str(value).strip() in ("1", "1.0")
 
 
 def decode_only_reason(body: Body) -> str | None:
@@ -117,10 +112,12 @@ def decode_only_reason(body: Body) -> str | None:
     Several sequences would each read the prefill engine's blocks, which are freed after the first read;
     logprobs of the prompt need the whole prompt computed where they are returned.
     """
-    if _above_one(body.get("n")) or _above_one(body.get("best_of")) or body.get("use_beam_search"):
+    if not _is_one(body.get("n")) or not _is_one(body.get("best_of")) or body.get("use_beam_search"):
         return "several_choices"
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        return "several_prompts"
+    if isinstance(body.get("prompt_embeds"), list):
         return "several_prompts"
     if body.get("prompt_logprobs") is not None:
         return "prompt_logprobs"
@@ -172,8 +169,9 @@ def _message(message: object) -> tuple[int, int]:
     if not isinstance(message, dict):
         return 0, 0
     content = message.get("content")
-    if isinstance(content, str) and not message.get("tool_calls"):
-        return hash((message.get("role"), content)), len(content) + _MESSAGE_OVERHEAD
+    role = message.get("role")
+    if isinstance(content, str) and isinstance(role, str | None) and not message.get("tool_calls"):
+        return hash((role, content)), len(content) + _MESSAGE_OVERHEAD
     text = json.dumps(message, sort_keys=True)
     size = len(text)
     if isinstance(content, list):

@@ -46,6 +46,8 @@ class Engine:
     """Served models; empty while unknown."""
     chosen_at: int = 0
     """Which choice it was last; larger is later."""
+    waits: set[asyncio.Timeout] = field(default_factory=set)
+    """Of requests that have no byte of an answer from it yet."""
     timeouts: int = 0
     probing: bool = False
     probe_at: float = 0.0
@@ -269,6 +271,7 @@ class EnginePool:
             if engine.up:
                 log.warning("engine_went_down", engine=engine.url, problem=problem)
             engine.up, engine.verifies = False, None
+            self._free_waits(engine)
         elif not engine.timeouts and not engine.up:
             log.info("engine_came_up", engine=engine.url)
             engine.up, engine.models_at = True, 0.0
@@ -278,6 +281,14 @@ class EnginePool:
             await self._ask_models(engine)
         engine.probe_at = now + (self._interval_s if engine.up else min(_DOWN_PROBE_S, self._interval_s))
         self._wake.set()
+
+    def _free_waits(self, engine: Engine) -> None:
+        """Have requests that wait for a silent engine try another one, if there is one."""
+        others = [other for other in self.engines if other is not engine and other.up]
+        if any(other.decode if engine.decode else other.prefill or other.decode for other in others):
+            now = asyncio.get_running_loop().time()
+            for patience in tuple(engine.waits):
+                patience.reschedule(now)
 
     async def _ask_models(self, engine: Engine) -> None:
         try:

@@ -183,6 +183,11 @@ class TurnServer:
                 claim = await self._claim(turn, engine)
             try:
                 turn.prefilled = await self._prefill_leg(turn, engine, claim)
+            except RefusedError:
+                # Refused before it was scheduled: nobody will read.
+                if claim is not None and self._plane is not None:
+                    self._plane.finish(claim)
+                raise
             except (NeverSentError, LegFailedError) as error:
                 log.warning("prefill_failed", engine=engine.url, problem=error.problem)
                 self._metrics.retries.labels("prefill").inc()

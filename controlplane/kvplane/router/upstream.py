@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,16 +176,32 @@ class Upstream:
             self._pool.failed(engine, problem)
         return LegFailedError(engine, problem)
 
+    @asynccontextmanager
+    async def _waiting(self, engine: Engine, seconds: float) -> AsyncIterator[None]:
+        """Wait for an engine's answer; not longer than the pool has patience with it, if others could help.
+
+        Raises LegTimeoutError, or LegFailedError for an engine that was taken out of rotation meanwhile.
+        """
+        try:
+            async with asyncio.timeout(seconds) as patience:
+                engine.waits.add(patience)
+                try:
+                    yield
+                finally:
+                    engine.waits.discard(patience)
+        except TimeoutError:
+            if not engine.up:
+                raise LegFailedError(engine, "went silent") from None
+            raise LegTimeoutError(engine, f"no answer within {seconds:g} s") from None
+
     async def prefill(self, engine: Engine, path: str, body: bytes, headers: Mapping[str, str]) -> Prefilled:
         """Run a prefill leg. Raises RefusedError, NeverSentError, LegFailedError or LegTimeoutError."""
         started = asyncio.get_running_loop().time()
         engine.outstanding += 1
         try:
-            async with asyncio.timeout(self._prefill_timeout_s):
+            async with self._waiting(engine, self._prefill_timeout_s):
                 response = await self._send(engine, path, body, headers)
                 answer = await self._whole(engine, response)
-        except TimeoutError:
-            raise LegTimeoutError(engine, f"no answer within {self._prefill_timeout_s:g} s") from None
         finally:
             engine.outstanding -= 1
         seconds = asyncio.get_running_loop().time() - started
@@ -222,7 +239,7 @@ class Upstream:
         stream that begins with an error) or LegTimeoutError.
         """
         try:
-            async with asyncio.timeout(self._first_byte_timeout_s):
+            async with self._waiting(engine, self._first_byte_timeout_s):
                 response = await self._send(engine, path, body, headers)
                 try:
                     if response.status != 200:
@@ -233,8 +250,6 @@ class Upstream:
                 except BaseException:
                     response.close()
                     raise
-        except TimeoutError:
-            raise LegTimeoutError(engine, f"no answer within {self._first_byte_timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise self._broke(engine, error) from error
         if first.startswith(b'data: {"error"'):
