@@ -10,6 +10,7 @@ import matplotlib as mpl
 mpl.use("Agg")  # files only, no display
 
 import matplotlib.pyplot as plt  # the back end has to be chosen first
+from matplotlib.ticker import LogLocator, NullLocator
 from rich.table import Table
 
 from deploy.demo.measure import DIRECT, OFF, PATHS, PULL, Row
@@ -110,8 +111,9 @@ def _ttft_picture(results: Sequence[dict[str, Any]], file: Path) -> None:
             fontsize=9,
         )
     axes.set_yscale("log")
-    for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        axis(lambda value, position: f"{value:,.0f}")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(lambda value, position: f"{value:,.0f}")
     axes.set_xlim(0, max(lengths) * 1.18)
     axes.set_xlabel("prompt tokens of the follow-up turn")
     axes.set_ylabel("time to first token (ms, logarithmic)")
