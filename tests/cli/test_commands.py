@@ -67,6 +67,8 @@ async def test_up_runs_both_and_stops_on_sigint() -> None:
         (("serve", "--store", "redis://x"), "unknown store scheme redis://"),
         (("up", "--decode", "d:8200", "--grpc-port", "0"), "write it as http://d:8200"),
         (("route",), "--decode"),
+        (("route", "--decode", "http://d:1", "--plane", "plane"), "--plane: 'plane' is not host:port"),
+        (("route", "--decode", "http://d:1", "--plane", "http://p:1"), "is a URL; give host:port"),
         (("route", "--decode", "http://d:1", "--path", "fast"), "--path fast"),
     ],
 )

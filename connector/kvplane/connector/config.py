@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvplane.client.address import checked_address
+
 PREFIX = "kvplane_"
-_TARGET_SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:")
 ADDRESS_VARIABLE = "KVPLANE_ADDRESS"
 """Environment variable that stands in for `kvplane_address`."""
 
@@ -78,15 +79,10 @@ def read_config(
 
 
 def _address(value: str) -> str:
-    if value.startswith(_TARGET_SCHEMES):
-        return value
-    for part in value.split(","):
-        if "://" in part:
-            raise ConfigError(f"kvplane_address: {part!r} is a URL; give host:port")
-        host, colon, port = part.strip().rpartition(":")
-        if ":" not in part or not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise ConfigError(f"kvplane_address: {part!r} is not host:port")
-    return value
+    try:
+        return checked_address(value)
+    except ValueError as error:
+        raise ConfigError(f"kvplane_address: {error}") from None
 
 
 def _endpoint(value: str) -> str:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from kvplane.client.address import checked_address
 from kvplane.router.policy import PathMode, Thresholds
 
 _LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
@@ -94,6 +95,11 @@ class RouterSettings:
                 "--decode is missing: name a decode engine, such as --decode http://127.0.0.1:8200, "
                 "or a control plane where engines register"
             )
+        if self.plane_address is not None:
+            try:
+                checked_address(self.plane_address)
+            except ValueError as error:
+                raise SettingsError(f"--plane: {error}") from None
         if not 0 <= self.port <= 65535:
             raise SettingsError(f"--port {self.port}: must be 0 to 65535")
         if not 0 < len(self.tenant_id.encode("utf-8", "replace")) <= 256:
