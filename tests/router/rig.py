@@ -149,7 +149,7 @@ async def rig(
             settings.setdefault("prefill_urls", tuple(e.url for e in engines[EngineRole.PREFILL]))
             settings.setdefault("decode_urls", tuple(e.url for e in engines[EngineRole.DECODE]))
         server = RouterServer(
-            RouterSettings(**{"port": 0, "plane_address": "in memory" if with_plane else None, **settings}),
+            RouterSettings(**{"port": 0, "plane_address": "in-memory:1" if with_plane else None, **settings}),
             plane=plane if with_plane else None,
         )
         http = await stack.enter_async_context(aiohttp.ClientSession())
