@@ -59,9 +59,15 @@ def as_json(row: Row) -> dict[str, Any]:
     }
 
 
+SETTING = (
+    "tiny model on CPU; prefix cache of P off, as where P evicted the conversation or another P gets the turn"
+)
+"""What the figures hold for; said wherever they are shown."""
+
+
 def table(results: Sequence[dict[str, Any]]) -> Table:
     """The table that ends the demo."""
-    out = Table(title="Time to first token of a follow-up turn (median)")
+    out = Table(title="Time to first token of a follow-up turn (median)", caption=SETTING)
     for heading in (
         "prompt\ntokens",
         "off\nms",
@@ -117,7 +123,9 @@ def _ttft_picture(results: Sequence[dict[str, Any]], file: Path) -> None:
     axes.set_xlim(0, max(lengths) * 1.18)
     axes.set_xlabel("prompt tokens of the follow-up turn")
     axes.set_ylabel("time to first token (ms, logarithmic)")
-    axes.set_title("Follow-up turn: reuse off, pull from D, direct on D")
+    figure.suptitle("Follow-up turn: reuse off, pull from D, direct on D", fontsize=12)
+    axes.set_title(SETTING, fontsize=8)
+    axes.xaxis.set_major_formatter(lambda value, position: f"{value:,.0f}")
     axes.grid(visible=True, which="major", alpha=0.3)
     axes.legend(frameon=False)
     figure.tight_layout()
@@ -141,7 +149,7 @@ def _split_picture(results: Sequence[dict[str, Any]], file: Path) -> None:
         axes.grid(visible=True, axis="y", alpha=0.3)
     panels[0].set_ylabel("ms (each panel has its own scale)")
     panels[0].legend(frameon=False)
-    figure.suptitle("Prefill time of a follow-up turn: compute and transfer")
+    figure.suptitle(f"Prefill time of a follow-up turn: compute and transfer\n{SETTING}", fontsize=10)
     figure.tight_layout()
     figure.savefig(file)
     plt.close(figure)

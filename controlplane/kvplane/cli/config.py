@@ -52,7 +52,7 @@ class Config(BaseSettings):
     decode: Annotated[tuple[str, ...], NoDecode] = Field((), description="Base URLs of decode engines.")
     plane: str | None = Field(None, description="Control plane of a router that runs alone: host:port.")
     path: Literal["auto", "cold", "pull", "direct"] = Field(
-        "auto", description="Force one way of serving turns, or let the router take the cheapest."
+        "auto", description="auto, cold, pull or direct; auto takes the cheapest way."
     )
     allow_path_header: bool = Field(
         True, description="Let a request force its path with the header x-kvplane-path."
@@ -61,29 +61,33 @@ class Config(BaseSettings):
     direct_max_new_tokens: int = Field(
         2048,
         ge=0,
-        description="Up to so much new text goes straight to the decode engine that holds the rest.",
+        description="Up to so many new tokens go straight to the decode engine that holds the rest.",
     )
     recompute_threshold: int = Field(
         64, ge=0, description="Fewer held tokens than this are not worth a pull; as kv_recompute_threshold."
     )
     turn_wait: float = Field(
-        0.05, ge=0, le=5, description="Longest wait for a turn of the same conversation still in flight."
+        0.05, ge=0, le=5, description="Longest wait for a conversation's turn in flight, in seconds."
     )
     location_ttl: float = Field(
-        480.0, gt=0, description="Longest life of a location, whatever was announced."
+        480.0, gt=0, description="Longest life of a location in seconds, whatever was announced."
     )
-    min_remaining: float = Field(10.0, ge=0, description="A location with less life left is not handed out.")
-    claim_timeout: float = Field(30.0, gt=0, description="A reader must have begun within this time.")
-    engine_lease: float = Field(10.0, ge=2, description="An engine unheard of for so long is gone.")
+    min_remaining: float = Field(
+        10.0, ge=0, description="A location with fewer seconds left is not handed out."
+    )
+    claim_timeout: float = Field(30.0, gt=0, description="Seconds within which a reader must have begun.")
+    engine_lease: float = Field(10.0, ge=2, description="An engine unheard of for so many seconds is gone.")
     max_conversations: int = Field(
         1_000_000, ge=1, description="Conversations on record; beyond it the oldest go."
     )
     drain_timeout: float = Field(
-        30.0, ge=0, description="After SIGTERM, how long open streams may take to finish."
+        30.0, ge=0, description="Seconds that open streams may take to finish after SIGTERM."
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="debug, info, warning or error."
+    )
     log_format: Literal["auto", "console", "json"] = Field(
-        "auto", description="auto: console on a terminal, else JSON lines."
+        "auto", description="auto, console or json; auto is console on a terminal."
     )
 
     @field_validator("prefill", "decode", mode="before")

@@ -18,8 +18,9 @@ app = typer.Typer(
     help="Knows which conversation's KV cache is where, for how long, and whether it may be reused.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables cut the names of options short
 )
-config_app = typer.Typer(help="Look at the configuration.", no_args_is_help=True)
+config_app = typer.Typer(help="Look at the configuration.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config")
 
 

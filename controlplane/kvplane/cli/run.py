@@ -45,7 +45,7 @@ def until_signalled(program: Program, config: Config) -> None:
 
     try:
         uvloop.run(runner())
-    except (AddressInUseError, RouterStartError, SettingsError, StoreUrlError) as error:
+    except (RouterStartError, SettingsError, StoreUrlError) as error:
         raise StartError(str(error)) from None
 
 
@@ -85,7 +85,11 @@ async def _control_plane(config: Config) -> AsyncIterator[int]:
     async with open_store(config.store, clock) as store:
         server = ControlPlaneServer(store, clock, settings)
         try:
-            yield await server.start(_joined(config.grpc_host, config.grpc_port))
+            try:
+                port = await server.start(_joined(config.grpc_host, config.grpc_port))
+            except AddressInUseError as error:
+                raise StartError(f"--grpc-port: {error}") from None
+            yield port
         finally:
             await server.stop(min(5.0, config.drain_timeout))
 

@@ -124,6 +124,8 @@ class RouterServer:
             if engines is not None:
                 self._pool.merge(engines)
             self._tasks.append(asyncio.create_task(self._plane.run(self._pool.merge), name="plane poll"))
+        else:
+            log.warning("no_control_plane", effect="nothing is reused", remedy="--plane HOST:PORT")
         await self._pool.probe_all()
         self._tasks.append(asyncio.create_task(self._pool.run(), name="engine probes"))
         self._turns = TurnServer(
@@ -231,11 +233,15 @@ class RouterServer:
         plane = "none" if self._plane is None else "up" if self._plane.available else "unavailable"
         problems = [f"{e.url} does not answer" for e in self._pool.engines if not e.up]
         if not decode:
-            problems.append("no decode engine is known: give --decode, or wait until one registers")
+            problems.append(
+                "no decode engine is known: give --decode, or set kvplane_endpoint on the engines so that"
+                " their registration says where they are"
+            )
         if not any(e.up for e in prefill):
             problems.append("no prefill engine answers: decode engines compute prompts themselves")
         if plane == "unavailable":
             problems.append("the control plane does not answer: nothing is reused")
+        problems += self._pool.misplaced()
         if mismatch := self._pool.mismatch():
             problems.append(mismatch)
         ready = any(e.up and not e.draining for e in decode) and not self._draining

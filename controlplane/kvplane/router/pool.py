@@ -11,7 +11,7 @@ import structlog
 from yarl import URL
 
 from kvplane.client.model import Engine as RegisteredEngine
-from kvplane.client.model import EngineRole, Location
+from kvplane.client.model import EngineId, EngineRole, Location
 from kvplane.router.settings import SettingsError, engine_url
 
 log = structlog.get_logger("kvplane.router")
@@ -82,6 +82,7 @@ class EnginePool:
         self._monotonic = monotonic
         self._engines: dict[str, Engine] = {}
         self._registered: list[RegisteredEngine] = []
+        self._told: set[str] = set()
         self._wake = asyncio.Event()
         self._probes: set[asyncio.Task[None]] = set()
         self._choices = 0
@@ -132,6 +133,23 @@ class EnginePool:
             engine.engine_ids, engine.draining, engine.waiting = (), False, 0
             if not engine.static:
                 del self._engines[engine.url]
+        self.misplaced()
+
+    def misplaced(self) -> list[str]:
+        """Return a line for each engine that is used in a role other than the one it registered."""
+        roles = {entry.spec.engine_id: entry.spec.role for entry in self._registered}
+        lines = list[str]()
+        for engine in self.engines:
+            role = roles.get(EngineId(self.engine_id(engine)))
+            if engine.prefill and not engine.decode and role is EngineRole.DECODE:
+                lines.append(f"{engine.url} is given with --prefill, but registered as a decode engine")
+            elif engine.decode and not engine.prefill and role is EngineRole.PREFILL:
+                lines.append(f"{engine.url} is given with --decode, but registered as a prefill engine")
+        for line in lines:
+            if line not in self._told:
+                log.warning("engine_in_wrong_role", problem=line)
+        self._told = set(lines)
+        return lines
 
     def holder(self, location: Location) -> Engine | None:
         """Return the decode engine that holds a location. Only engines of the pool are ever talked to."""
