@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from kvplane.client.errors import ControlPlaneUnavailableError
-from kvplane.client.model import EngineId, EngineRole, EngineSpec
+from kvplane.client.model import EngineRole
 from kvplane.router.app import RouterServer, RouterStartError
 from kvplane.router.settings import RouterSettings
 from tests.fakes.core import EngineConfig
@@ -491,14 +491,3 @@ async def test_disconnecting_clients_leave_nothing_behind_case_28() -> None:
         r.d.gate.set()
         body = chat("after")
         assert (await r.post(body)).text == expected_reply(body)
-
-
-async def test_engines_given_in_the_wrong_role_are_named() -> None:
-    async with rig() as r:
-        for url, role in ((r.p.url, EngineRole.DECODE), (r.d.url, EngineRole.PREFILL)):
-            await r.plane.register_engine(EngineSpec(EngineId(url), role, endpoint=url))
-        await until(lambda: len(r.router.pool.misplaced()) == 2)
-        async with r.http.get(f"{r.url}/ready") as response:
-            problems = (await response.json())["problems"]
-        assert f"{r.p.url} is given with --prefill, but registered as a decode engine" in problems
-        assert f"{r.d.url} is given with --decode, but registered as a prefill engine" in problems
