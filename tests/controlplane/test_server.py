@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import shutil
 import sys
@@ -335,11 +336,23 @@ async def test_grpcurl_needs_nothing_but_the_address(wire: Wire) -> None:
     assert int(registered["engine_epoch"]) > 0
     engine = {"engineId": "d", "engineEpoch": registered["engine_epoch"]}
     key = {"tenantId": "t", "model": "m", "conversationId": "c"}
+    announced = {
+        "key": key,
+        "requestId": "q",
+        "turn": wire.clock.now_ms(),
+        "tokenCount": 1,
+        "blockCount": 1,
+        "kvTransferParams": base64.b64encode(PARAMS).decode(),
+        "fingerprint": {"chunkTokens": 64, "chain": base64.b64encode(b"12345678").decode()},
+        "ttl": "60s",
+    }
     for service, method, body in [
         ("EngineService", "RenewEngine", engine),
         ("EngineService", "ListEngines", {}),
         ("EngineService", "AttachEngine", {"sequence": 1, "hello": engine}),
         ("LocationService", "BeginTurn", {"key": key, "requestId": "r"}),
+        ("LocationService", "AnnounceLocation", {**engine, "announcement": announced}),
+        ("LocationService", "RenewLocations", {**engine, "renewals": [{"requestId": "q", "ttl": "90s"}]}),
         ("LocationService", "LookupLocation", {"key": key}),
         ("LocationService", "ClaimLocation", {"key": key, "requestId": "r", "owner": "o", "wait": "0s"}),
         ("LocationService", "ReleaseLocation", {"endConversation": {"key": key}}),
