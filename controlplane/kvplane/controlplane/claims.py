@@ -23,7 +23,6 @@ class Claims:
         self._availability = availability
         self._turns = turns
         self._settings = settings
-        self._turns_keep_ms = round((settings.max_location_ttl_s + settings.in_flight_window_s) * 1000)
 
     async def claim(
         self,
@@ -75,7 +74,7 @@ class Claims:
             operations = [
                 Delete(keys.location(key)),
                 *await self._ledger.put_claim(claim),
-                await self._ledger.put_turns(key, claimed, self._turns_keep_ms),
+                await self._ledger.put_turns(key, claimed, self._settings.turns_kept_ms),
             ]
             compares = [stored.unchanged(), mine.unchanged(), turns.unchanged(), engine_unchanged]
             if await self._ledger.write(compares, operations):

@@ -33,7 +33,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             engine_epoch=engine.engine_epoch,
             lease_ttl=convert.duration(self._settings.engine_lease_s),
             max_location_ttl=convert.duration(self._settings.max_location_ttl_s),
-            claim_timeout=convert.duration(self._settings.claim_timeout_s + self._settings.claim_grace_s),
+            claim_timeout=convert.duration(self._settings.claim_life_s),
         )
 
     async def RenewEngine(

@@ -35,7 +35,6 @@ class Locations:
         self._releases = releases
         self._availability = availability
         self._settings = settings
-        self._turns_keep_ms = round((settings.max_location_ttl_s + settings.in_flight_window_s) * 1000)
 
     async def announce(self, engine_id: str, engine_epoch: int, value: m.Announcement) -> m.Announced:
         """Put a location on record, unless a newer turn is. Idempotent per holder.
@@ -86,7 +85,7 @@ class Locations:
             operations += [
                 await ledger.put_location(location),
                 await ledger.retained(location),
-                await ledger.put_turns(value.key, settled, self._turns_keep_ms),
+                await ledger.put_turns(value.key, settled, self._settings.turns_kept_ms),
             ]
             if await ledger.write(compares, operations):
                 return self._accepted(location)
@@ -95,7 +94,7 @@ class Locations:
     def _location(self, holder: m.Holder, value: m.Announcement, engine: m.Engine) -> m.Location:
         now = self._ledger.clock.now_ms()
         ttl_s = min(value.ttl_s, self._settings.max_location_ttl_s)
-        quarantine_s = self._settings.claim_timeout_s + self._settings.claim_grace_s
+        quarantine_s = self._settings.claim_life_s
         not_before_ms = engine.registered_at_ms + round(quarantine_s * 1000) if value.reannounced else 0
         return m.Location(
             key=value.key,

@@ -81,6 +81,16 @@ class Settings:
     max_conversations: int = 1_000_000
     """Conversations on record; beyond it the oldest go."""
 
+    @property
+    def claim_life_s(self) -> float:
+        """Longest time for which a reader that was let in may be reading."""
+        return self.claim_timeout_s + self.claim_grace_s
+
+    @property
+    def turns_kept_ms(self) -> int:
+        """How long a conversation's turns are remembered: as long as one can be retained or waited for."""
+        return round((self.max_location_ttl_s + self.in_flight_window_s) * 1000)
+
 
 @dataclass(frozen=True, slots=True)
 class ConversationKey:

@@ -32,7 +32,6 @@ class Turns:
         self._locations = locations
         self._feed = feed
         self._settings = settings
-        self._keep_ms = round((settings.max_location_ttl_s + settings.in_flight_window_s) * 1000)
 
     async def begin(self, key: m.ConversationKey, request_id: str, wait_s: float | None) -> BegunTurn:
         """Number a turn; then wait for the turn before it, if that is in flight, at most `wait_s`.
@@ -61,7 +60,7 @@ class Turns:
                 request_id=request_id,
                 in_flight_until_ms=now + round(self._settings.in_flight_window_s * 1000),
             )
-            put = await self._ledger.put_turns(key, begun, self._keep_ms)
+            put = await self._ledger.put_turns(key, begun, self._settings.turns_kept_ms)
             if await self._ledger.write([stored.unchanged()], [put]):
                 return begun.latest_turn, known.latest_turn if in_flight else 0
         raise ContentionError
