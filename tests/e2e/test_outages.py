@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,9 +22,7 @@ from tests.e2e.talk import Answer, Messages, assistant, say, user
 pytestmark = pytest.mark.vllm
 
 
-def test_a_decoder_with_room_for_eight_serves_forty_conversations(
-    start_stack: StartStack, record_property: Callable[[str, object], None]
-) -> None:
+def test_a_decoder_with_room_for_eight_serves_forty_conversations(start_stack: StartStack) -> None:
     """A conversation takes 16 blocks here. The 9th hangs on stock vLLM until a lease of 480 s ends."""
     options = {"num_gpu_blocks_override": 8 * 16 + 1, "max_model_len": 4096}
     stack = start_stack(decode_options=options)
@@ -45,8 +43,13 @@ def test_a_decoder_with_room_for_eight_serves_forty_conversations(
     recent = say(stack.url, messages, conversation_id, path="pull", timeout_s=60)
     assert recent.path == "pull", recent.reason
     assert recent.reused_tokens, recent.reason
-    # The first one pays for handshakes and first use. The ratio is for people; a decoder that starves hangs.
-    record_property("slowest_over_median", max(seconds[1:]) / statistics.median(seconds[1:]))
+    # For people (pytest -rP): a ratio is a benchmark, and a decoder that starves would have hung above.
+    median = statistics.median(seconds)
+    print(
+        f"slowest / median: {max(seconds) / median:.2f}, without the first, which pays for handshakes: ",
+        end="",
+    )
+    print(f"{max(seconds[1:]) / median:.2f}")
     stack.stop()
 
 
