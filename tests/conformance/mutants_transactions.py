@@ -64,7 +64,7 @@ class ComparesAfterWriting(MemoryStore):
         written = {operation.key for operation in operations}
         moved = [c for c in compares if c.key in written and c.mod_revision]
         done = await super().transact([c for c in compares if c not in moved], operations)
-        return Transaction(done.succeeded and not moved, done.revision)
+        return Transaction(done.succeeded and not moved, done.revision, done.found)
 
 
 @caught_by(
@@ -95,7 +95,7 @@ class RevisionForFailure(MemoryStore):
         done = await super().transact(compares, operations)
         if not done.succeeded:
             self._revision += 1
-        return Transaction(done.succeeded, self._revision)
+        return Transaction(done.succeeded, self._revision, done.found)
 
 
 @caught_by("delete_of_absent")

@@ -82,6 +82,18 @@ class Fleet:
         }
         return Engine(EngineSettings(**settings))  # type: ignore[arg-type]
 
+    def decode_as(self, engine_id: str | None) -> None:
+        """Have the decode engine run under an engine id (None: a new one at every start)."""
+        if self.decode.settings.engine_id == engine_id:
+            return
+        self.decode.stop()
+        port = self.decode.settings.http_port
+        self.decode = self.engine(Role.DECODE, 1, engine_id=engine_id, http_port=port)
+        self._stops.callback(self.decode.stop)
+        self.decode.start()
+        self.decode.wait_ready()
+        self.until_reused(f"as-{engine_id}")
+
     def start(self) -> None:
         programs = (self.plane, self.router, self.prefill, self.decode)
         for program in programs:
@@ -142,19 +154,19 @@ def test_the_control_plane_killed_and_restarted(fleet: Fleet) -> None:
     fleet.until_reused("after")
 
 
-def _kill_and_restart(fleet: Fleet, decode: Engine, name: str) -> None:
+def _kill_and_restart(fleet: Fleet, name: str) -> None:
     messages: Messages = [user(60, name)]
     answer = fleet.say(messages, name)
     assert answer.status == 200, answer.body
     messages += [assistant(answer.text), user(5, name)]
     assert fleet.is_offered(name)
-    decode.kill()
+    fleet.decode.kill()
     ends = time.monotonic() + 1.0
     while (offered := fleet.is_offered(name)) and time.monotonic() < ends:
         time.sleep(0.02)
     assert not offered, "the killed engine's location is still offered after a second"
-    decode.start()
-    decode.wait_ready()
+    fleet.decode.start()
+    fleet.decode.wait_ready()
     ends = time.monotonic() + 30
     while (answer := fleet.say(messages, name, timeout_s=60)).status != 200:
         assert time.monotonic() < ends, answer.body
@@ -164,14 +176,10 @@ def _kill_and_restart(fleet: Fleet, decode: Engine, name: str) -> None:
 
 
 def test_the_decode_engine_killed_and_restarted_as_another_engine(fleet: Fleet) -> None:
-    _kill_and_restart(fleet, fleet.decode, "new-engine-id")
+    fleet.decode_as(None)
+    _kill_and_restart(fleet, "new-engine-id")
 
 
 def test_the_decode_engine_killed_and_restarted_with_the_same_engine_id(fleet: Fleet) -> None:
-    fleet.decode.stop()
-    port = fleet.decode.settings.http_port
-    fixed = fleet.engine(Role.DECODE, 1, engine_id="decode-one", http_port=port)
-    with fixed:
-        fixed.wait_ready()
-        fleet.until_reused("fixed")
-        _kill_and_restart(fleet, fixed, "same-engine-id")
+    fleet.decode_as("decode-one")
+    _kill_and_restart(fleet, "same-engine-id")

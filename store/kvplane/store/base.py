@@ -70,11 +70,13 @@ Operation = Put | Delete
 class Transaction:
     """What became of a transaction: nothing was written unless `succeeded`.
 
-    `revision` is the store's after it.
+    `revision` is the store's after it. `found` tells, of one that failed, what lies under each compared key
+    at that revision, in the order of the compares: enough to decide anew without reading again.
     """
 
     succeeded: bool
     revision: int
+    found: tuple[KeyValue | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """All changes of one revision below the watched prefix, in the order of their keys' writing."""
+    """All changes of one revision below the watched prefix; each key at most once."""
 
     revision: int
     events: tuple[Event, ...]
@@ -133,6 +135,8 @@ class Store(ABC):
     async def transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> Transaction:
         """Write all `operations` if all `compares` hold, atomically, as one revision.
 
+        Independent transactions may be committed together and then share a revision: none of them writes
+        what another compares or writes. Without operations it only tells whether the compares hold.
         At most MAX_TXN_OPERATIONS of each and MAX_TXN_BYTES in all, no key written twice
         (InvalidStoreRequestError). If the compares hold, a put on a lease that has ended raises
         LeaseNotFoundError and writes nothing. Changing nothing makes no revision. Raises StoreFullError where

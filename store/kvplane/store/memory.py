@@ -132,7 +132,8 @@ class MemoryStore(Store):
         for compare in compares:
             found = items.get(compare.key)
             if (0 if found is None else found.mod_revision) != compare.mod_revision:
-                return Transaction(False, self._revision)
+                now = tuple(items.get(other.key) for other in compares)
+                return Transaction(False, self._revision, now)
         for operation in operations:
             if isinstance(operation, Put) and operation.lease_id and operation.lease_id not in self._leases:
                 raise LeaseNotFoundError(operation.lease_id)
