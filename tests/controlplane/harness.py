@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 from kvplane.controlplane import model as m
 from kvplane.controlplane.server import ControlPlane
+from kvplane.store.base import EventBatch, Store
+from kvplane.store.clock import Clock
 from kvplane.store.memory import MemoryStore
-from kvplane.store.testing import ManualClock
+from kvplane.store.testing import FaultInjectingStore, ManualClock
 
 PARAMS = json.dumps(
     {
@@ -103,19 +105,45 @@ class Rig:
         return {order.holder.request_id: order.reason for order in orders}
 
     async def lookup(self, conversation: m.ConversationKey | None = None) -> m.Found | m.MissReason:
-        return await self.plane.locations.lookup(conversation or key())
+        return self.plane.locations.lookup(conversation or key())
+
+
+class SharedStore(FaultInjectingStore):
+    """A store that other replicas write to as well, and whose watch can be held back."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.watching = asyncio.Event()
+        self.watching.set()
+
+    @property
+    def shared(self) -> bool:
+        return True
+
+    async def watch(self, prefix: bytes, *, from_revision: int = 0) -> AsyncIterator[EventBatch]:
+        async for batch in super().watch(prefix, from_revision=from_revision):
+            await self.watching.wait()
+            yield batch
+
+
+@asynccontextmanager
+async def replica(
+    store: Store, clock: Clock, settings: m.Settings | None = None
+) -> AsyncIterator[ControlPlane]:
+    """A control plane that runs; its store outlives it."""
+    plane = ControlPlane(store, clock, settings or m.Settings())
+    tasks = plane.start()
+    await plane.mirror.caught_up.wait()
+    try:
+        yield plane
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @asynccontextmanager
 async def running(settings: m.Settings | None = None) -> AsyncIterator[Rig]:
     clock = ManualClock()
-    async with MemoryStore(clock) as store:
-        plane = ControlPlane(store, clock, settings or m.Settings())
-        tasks = [asyncio.create_task(plane.feed.run()), asyncio.create_task(plane.sweeper.run())]
-        await plane.feed.caught_up.wait()
-        try:
-            yield Rig(plane, clock, store)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    async with MemoryStore(clock) as store, replica(store, clock, settings) as plane:
+        yield Rig(plane, clock, store)

@@ -8,10 +8,9 @@ import pytest
 
 from kvplane.controlplane import model as m
 from kvplane.controlplane.errors import InvalidFieldError, NotClaimOwnerError
-from kvplane.controlplane.server import ControlPlane
 from kvplane.store.errors import StoreUnavailableError
-from kvplane.store.testing import FaultInjectingStore
-from tests.controlplane.harness import Rig, announcement, key
+from kvplane.store.memory import MemoryStore
+from tests.controlplane.harness import Rig, SharedStore, announcement, key, replica
 
 
 async def test_of_many_simultaneous_claimers_one_wins(rig: Rig) -> None:
@@ -51,24 +50,40 @@ async def test_a_claim_whose_answer_was_lost_is_found_again(rig: Rig) -> None:
     """Done, but the answer got lost: the retry sees its own success, and nobody else wins."""
     engine = await rig.engine()
     await rig.retain(engine, "q1")
-    faulty = FaultInjectingStore(rig.store)
-    plane = ControlPlane(faulty, rig.clock, m.Settings())
-    faulty.fail_next("transact", when="after")
-    with pytest.raises(StoreUnavailableError):
-        await plane.claims.claim(key(), "token", "r")
-    assert await rig.claim("rival", "x") is m.MissReason.CLAIMED
-    retried = await plane.claims.claim(key(), "token", "r")
-    assert isinstance(retried, m.Claim)
+    faulty = SharedStore(rig.store)
+    async with replica(faulty, rig.clock) as plane:
+        faulty.fail_next("transact", when="after", times=2)
+        with pytest.raises(StoreUnavailableError):
+            await plane.claims.claim(key(), "token", "r")
+        assert await rig.claim("rival", "x") is m.MissReason.CLAIMED
+        retried = await plane.claims.claim(key(), "token", "r")
+        assert isinstance(retried, m.Claim)
+
+
+async def test_a_write_of_unknown_outcome_is_decided_anew_and_finds_its_own_work(rig: Rig) -> None:
+    engine = await rig.engine()
+    await rig.retain(engine, "q1")
+    faulty = SharedStore(rig.store)
+    async with replica(faulty, rig.clock) as plane:
+        faulty.watching.clear()  # not even the watch tells of it
+        faulty.fail_next("transact", when="after")
+        claimed = await plane.claims.claim(key(), "token", "r")
+        assert isinstance(claimed, m.Claim)
+        faulty.fail_next("transact", when="after")
+        begun = await plane.turns.begin(key(), "q2", 0.0)
+        assert begun.known is m.MissReason.CLAIMED
+        again = await plane.turns.begin(key(), "q2", 0.0)
+        assert again.turn == begun.turn
 
 
 async def test_a_claim_that_never_reached_the_store_took_nothing(rig: Rig) -> None:
     engine = await rig.engine()
     await rig.retain(engine, "q1")
-    faulty = FaultInjectingStore(rig.store)
-    plane = ControlPlane(faulty, rig.clock, m.Settings())
-    faulty.fail_next("transact", when="before")
-    with pytest.raises(StoreUnavailableError):
-        await plane.claims.claim(key(), "token", "r")
+    faulty = SharedStore(rig.store)
+    async with replica(faulty, rig.clock) as plane:
+        faulty.fail_next("transact", when="before", times=2)
+        with pytest.raises(StoreUnavailableError):
+            await plane.claims.claim(key(), "token", "r")
     assert isinstance(await rig.claim("rival", "x"), m.Claim)
 
 
@@ -143,9 +158,9 @@ async def test_engines_that_differ_are_not_offered_each_others_kv(rig: Rig) -> N
 async def test_an_engine_whose_stream_broke_is_not_trusted_until_heard_of(rig: Rig) -> None:
     engine = await rig.engine()
     await rig.retain(engine, "q1")
-    detach = rig.plane.engines.attach("d", engine.engine_epoch)
+    stream = await rig.plane.engines.attach("d", engine.engine_epoch)
     assert isinstance(await rig.lookup(), m.Found)
-    detach()
+    rig.plane.engines.detach("d", engine.engine_epoch, stream)
     assert await rig.claim() is m.MissReason.ENGINE_GONE
     await rig.plane.engines.renew("d", engine.engine_epoch)
     assert isinstance(await rig.claim(), m.Claim)
@@ -163,9 +178,8 @@ async def test_a_turn_after_a_lost_store_is_newer_than_any_before(rig: Rig) -> N
     for number in range(10):
         before = await rig.begin(f"q{number}")
     await rig.clock.advance(1)
-    await rig.store.transact([], [])
-    fresh = ControlPlane(type(rig.store)(rig.clock), rig.clock, m.Settings())
-    assert (await fresh.turns.begin(key(), "x", 0)).turn > before
+    async with MemoryStore(rig.clock) as empty, replica(empty, rig.clock) as fresh:
+        assert (await fresh.turns.begin(key(), "x", 0)).turn > before
 
 
 async def test_the_next_turn_waits_for_the_announcement_on_its_way(rig: Rig) -> None:

@@ -87,6 +87,9 @@ def test_members_are_named_alike_everywhere() -> None:
         ((m.Turns,), (records_pb2.TurnRecord,)),
     ]
     for values, messages in kinds:
-        names = {tuple(sorted(member.name for member in dataclasses.fields(value))) for value in values}
+        names = {
+            tuple(sorted(member.name for member in dataclasses.fields(value) if member.name != "unknown"))
+            for value in values
+        }
         names |= {tuple(sorted(message.DESCRIPTOR.fields_by_name)) for message in messages}
         assert len(names) == 1

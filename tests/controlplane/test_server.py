@@ -252,7 +252,7 @@ async def test_a_million_tokens_work_or_say_their_limit(wire: Wire) -> None:
 
 
 async def test_an_unexpected_failure_tells_the_caller_nothing_but_an_id(wire: Wire) -> None:
-    async def fail(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise ZeroDivisionError("secret")
 
     wire.server.plane.locations.lookup = fail  # type: ignore[method-assign, assignment]
@@ -295,10 +295,11 @@ async def test_health_follows_the_store(wire: Wire) -> None:
 
 async def test_a_store_failure_is_unavailable_and_never_a_miss(wire: Wire) -> None:
     client = ControlPlaneClient(wire.address, timeout_s=5)
-    for _ in range(3):  # the client repeats the call twice by itself
-        wire.store.fail_next("get", when="before")
+    wire.store.set_unavailable(True)
     with pytest.raises(ControlPlaneUnavailableError):
-        await client.lookup_location(KEY)
+        await client.begin_turn(KEY, "q")
+    wire.store.set_unavailable(False)
+    assert (await client.begin_turn(KEY, "q")).turn
     await client.aclose()
 
 

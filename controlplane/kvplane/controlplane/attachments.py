@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import structlog
 
-from kvplane.controlplane import convert, keys, records, validate
+from kvplane.controlplane import convert, eager, keys, records, validate
 from kvplane.controlplane import model as m
 from kvplane.controlplane.engines import EngineRegistry
 from kvplane.controlplane.errors import (
@@ -19,12 +19,11 @@ from kvplane.controlplane.errors import (
     SupersededStreamError,
     UnknownEngineError,
 )
-from kvplane.controlplane.feed import Feed
 from kvplane.controlplane.ledger import Ledger
 from kvplane.controlplane.locations import Locations
 from kvplane.controlplane.releases import Releases
 from kvplane.store.base import Event
-from kvplane.store.errors import InvalidStoreRequestError
+from kvplane.store.errors import InvalidStoreRequestError, StoreError
 from kvplane.v1 import common_pb2, engine_pb2
 
 log = structlog.get_logger(__name__)
@@ -39,19 +38,30 @@ class Attachments:
     """Serves AttachEngine."""
 
     def __init__(
-        self, ledger: Ledger, engines: EngineRegistry, locations: Locations, releases: Releases, feed: Feed
+        self, ledger: Ledger, engines: EngineRegistry, locations: Locations, releases: Releases
     ) -> None:
         self._ledger = ledger
         self._engines = engines
         self._locations = locations
         self._releases = releases
-        self._feed = feed
         self._open: dict[tuple[str, int], _Conversation] = {}
+        self._transit: dict[tuple[str, int], float] = {}
+        self._telling: set[asyncio.Task[None]] = set()
+        self._closing = False
+        ledger.mirror.listen(keys.ORDERS, self._on_order)
+        ledger.mirror.listen(keys.ENGINES, self._on_engine)
 
     def close(self) -> None:
         """End all streams as unavailable, so that engines attach to another replica at once."""
+        self._closing = True
         for conversation in self._open.values():
             conversation.end(ShuttingDownError())
+
+    async def aclose(self) -> None:
+        """Let go of what still has to be told. Idempotent."""
+        for task in self._telling:
+            task.cancel()
+        await asyncio.gather(*self._telling, return_exceptions=True)
 
     async def serve(
         self, requests: AsyncIterator[engine_pb2.AttachEngineRequest]
@@ -62,16 +72,13 @@ class Attachments:
             raise InvalidFieldError("hello", "must be in the first message of the stream")
         engine_id = validate.text("hello.engine_id", first.hello.engine_id)
         engine_epoch = validate.epoch("hello.engine_epoch", first.hello.engine_epoch)
-        required = await self._engines.require(engine_id, engine_epoch)
-        conversation = _Conversation(self, engine_id, engine_epoch, draining=required.engine.draining)
-        older = self._open.get((engine_id, engine_epoch))
-        self._open[engine_id, engine_epoch] = conversation
-        detach = self._engines.attach(engine_id, engine_epoch)
-        log.info("engine_attached", engine_id=engine_id, engine_epoch=engine_epoch)
-        unlisten = [
-            self._feed.listen(keys.incarnation_orders(engine_id, engine_epoch), conversation.on_order),
-            self._feed.listen(keys.engine(engine_id), conversation.on_engine),
-        ]
+        at = (engine_id, engine_epoch)
+        stream = await self._engines.attach(engine_id, engine_epoch)
+        draining = self._engines.checked(engine_id, engine_epoch).engine.draining
+        conversation = _Conversation(self, at, stream, draining=draining)
+        older = self._open.get(at)
+        self._open[at] = conversation
+        log.info("engine_attached", engine_id=engine_id, engine_epoch=engine_epoch, stream=stream)
         try:
             if older is not None:
                 # What the engine said on it may still be on its way, and is void from here on.
@@ -87,53 +94,111 @@ class Attachments:
                     conversation.was_read()
         finally:
             # What must happen comes before the first await: this may be cancelled again while it waits.
-            if self._open.get((engine_id, engine_epoch)) is conversation:
-                del self._open[engine_id, engine_epoch]
-            for stop in unlisten:
-                stop()
-            detach()
-            log.info("engine_detached", engine_id=engine_id, engine_epoch=engine_epoch)
+            if self._open.get(at) is conversation:
+                del self._open[at]
+                self._lost(at, stream)
+            log.info("engine_detached", engine_id=engine_id, engine_epoch=engine_epoch, stream=stream)
             await conversation.stop_reading()
 
-    async def apply(
-        self, engine_id: str, engine_epoch: int, request: engine_pb2.AttachEngineRequest
-    ) -> engine_pb2.AttachEngineResponse:
-        """Apply one message of an engine, in order, and return its acknowledgement.
+    def _lost(self, at: tuple[str, int], stream: int) -> None:
+        """The engine has no stream here any more: tell the other replicas, unless it was sent to them."""
+        self._engines.detach(*at, stream)
+        if not self._closing:
+            task = asyncio.create_task(self._tell_silent(at, stream), name="tell-silent")
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)
 
-        A refused announcement is answered, a stale epoch or lost lease is raised.
+    async def _tell_silent(self, at: tuple[str, int], stream: int) -> None:
+        try:
+            await self._engines.tell_silent(*at, stream)
+        except (StoreError, ContentionError) as error:
+            log.warning("engine_silence_not_told", engine_id=at[0], cause=str(error))
+
+    def _on_order(self, event: Event) -> None:
+        if event.current is not None and self._open:
+            holder = keys.holder_of(event.key)
+            conversation = self._open.get((holder.engine_id, holder.engine_epoch))
+            if conversation is not None:
+                conversation.send([records.load_order(holder, event.current.value)])
+
+    def _on_engine(self, event: Event) -> None:
+        if event.previous is not None:
+            before = records.load_engine(event.previous.value)
+            at = (before.spec.engine_id, before.engine_epoch)
+            engine = records.load_engine(event.current.value) if event.current is not None else None
+            conversation = self._open.get(at)
+            if conversation is not None:
+                conversation.on_engine(engine)
+            if engine is None or engine.engine_epoch != before.engine_epoch:
+                self._transit.pop(at, None)
+
+    def delay_s(self, at: tuple[str, int], sent_at_ms: int) -> float:
+        """Return how much longer a message was on its way than the fastest from the same incarnation."""
+        if not sent_at_ms:
+            return 0.0
+        passed = self._ledger.clock.monotonic() - sent_at_ms / 1000
+        fastest = self._transit[at] = min(passed, self._transit.get(at, passed))
+        return passed - fastest
+
+    async def apply(
+        self, at: tuple[str, int], stream: int, request: engine_pb2.AttachEngineRequest
+    ) -> engine_pb2.AttachEngineResponse:
+        """Apply one message of an engine and return its acknowledgement.
+
+        Kinds are applied in the order of the answer's fields; elements of one kind concurrently. A refused
+        announcement is answered; a stale epoch, a newer stream or a lost lease is raised.
         """
+        engine_id, engine_epoch = at
         for field in ("announcements", "withdrawals", "renewals", "freed"):
             validate.batch(field, len(getattr(request, field)))
+        delay_s = self.delay_s(at, request.sent_at_ms)
         load = convert.load_in(request.load) if request.HasField("load") else None
-        _, engine = await self._engines.renew(engine_id, engine_epoch, load)
+        _, engine = await self._engines.renew(engine_id, engine_epoch, load, stream=stream)
         answer = engine_pb2.AttachEngineResponse(
             acknowledged_sequence=request.sequence, draining=engine.draining
         )
-        for freed in request.freed:
-            validate.text("freed.request_id", freed.request_id)
-            await self._releases.freed(m.Holder(engine_id, engine_epoch, freed.request_id))
-        for wire in request.announcements:
-            answer.announcements.append(await self._announce(engine_id, engine_epoch, wire))
-        for withdrawal in request.withdrawals:
-            validate.text("withdrawals.request_id", withdrawal.request_id)
-            holder = m.Holder(engine_id, engine_epoch, withdrawal.request_id)
-            outcome = await self._releases.withdraw(holder)
-            answer.withdrawals.add(request_id=withdrawal.request_id, outcome=convert.outcome_out(outcome))
-        for renewal in request.renewals:
-            holder = m.Holder(engine_id, engine_epoch, renewal.request_id)
-            granted_s = await self._locations.renew(holder, validate.span("renewals.ttl", renewal.ttl))
-            answer.renewals.append(convert.renewed_out(renewal.request_id, granted_s))
+        if request.freed:
+            await eager.gather([self._freed(at, wire) for wire in request.freed])
+        if request.announcements:
+            answer.announcements.extend(
+                await eager.gather([self._announce(at, stream, w, delay_s) for w in request.announcements])
+            )
+        if request.withdrawals:
+            answer.withdrawals.extend(
+                await eager.gather([self._withdraw(at, wire) for wire in request.withdrawals])
+            )
+        if request.renewals:
+            answer.renewals.extend(
+                await eager.gather([self._renew(at, wire, delay_s) for wire in request.renewals])
+            )
         return answer
 
+    async def _freed(self, at: tuple[str, int], wire: engine_pb2.Freed) -> None:
+        await self._releases.freed(m.Holder(*at, validate.text("freed.request_id", wire.request_id)))
+
+    async def _withdraw(
+        self, at: tuple[str, int], wire: engine_pb2.Withdrawal
+    ) -> engine_pb2.WithdrawalResult:
+        request_id = validate.text("withdrawals.request_id", wire.request_id)
+        outcome = await self._releases.withdraw(m.Holder(*at, request_id))
+        return engine_pb2.WithdrawalResult(request_id=request_id, outcome=convert.outcome_out(outcome))
+
+    async def _renew(
+        self, at: tuple[str, int], wire: common_pb2.Renewal, delay_s: float
+    ) -> common_pb2.RenewalResult:
+        ttl_s = validate.span("renewals.ttl", wire.ttl) - delay_s
+        request_id = validate.text("renewals.request_id", wire.request_id)
+        granted_s = await self._locations.renew(m.Holder(*at, request_id), max(0.0, ttl_s))
+        return convert.renewed_out(request_id, granted_s)
+
     async def _announce(
-        self, engine_id: str, engine_epoch: int, wire: common_pb2.Announcement
+        self, at: tuple[str, int], stream: int, wire: common_pb2.Announcement, delay_s: float
     ) -> common_pb2.AnnouncementResult:
+        engine_id, engine_epoch = at
         try:
             validate.announcement(wire, engine_id, "announcements")
-            value = convert.announcement_in(wire)
-            result = await self._locations.announce(engine_id, engine_epoch, value)
-        except (UnknownEngineError, StaleEpochError):
-            raise
+            value = convert.announcement_in(wire, delay_s)
+            result = await self._locations.announce(engine_id, engine_epoch, value, stream=stream)
         except (InvalidFieldError, EngineDrainingError, ContentionError, InvalidStoreRequestError) as error:
             log.warning("announcement_refused", engine_id=engine_id, cause=str(error))
             result = m.Announced(m.AnnounceOutcome.REFUSED, detail=str(error))
@@ -151,12 +216,10 @@ class Attachments:
 class _Conversation:
     """The state of one stream."""
 
-    def __init__(
-        self, attachments: Attachments, engine_id: str, engine_epoch: int, *, draining: bool
-    ) -> None:
+    def __init__(self, attachments: Attachments, at: tuple[str, int], stream: int, *, draining: bool) -> None:
         self._attachments = attachments
-        self._engine_id = engine_id
-        self._engine_epoch = engine_epoch
+        self._at = at
+        self._stream = stream
         self._draining = draining
         self._room = asyncio.Semaphore(_MAX_UNREAD)
         self._stopped = False
@@ -204,34 +267,31 @@ class _Conversation:
 
     async def _apply(self, request: engine_pb2.AttachEngineRequest) -> None:
         await self._room.acquire()  # an engine that does not read is not listened to
-        answer = await self._attachments.apply(self._engine_id, self._engine_epoch, request)
+        answer = await self._attachments.apply(self._at, self._stream, request)
         self._draining = answer.draining
         self.answers.put_nowait(answer)
 
     async def send_waiting_orders(self) -> None:
         """Send the orders given while the engine was away."""
-        orders = await self._attachments.waiting_orders(self._engine_id, self._engine_epoch)
+        orders = await self._attachments.waiting_orders(*self._at)
         if orders:
-            self._send(orders)
+            self.send(orders)
 
-    def on_order(self, event: Event) -> None:
-        """Pass a new order on."""
-        if event.current is not None:
-            self._send([records.load_order(keys.holder_of(event.key), event.current.value)])
-
-    def _send(self, orders: list[m.Order]) -> None:
+    def send(self, orders: list[m.Order]) -> None:
+        """Pass orders on to the engine."""
         wire = [convert.order_out(order) for order in orders]
         answer = engine_pb2.AttachEngineResponse(release_orders=wire, draining=self._draining)
         self.answers.put_nowait(answer)
 
-    def on_engine(self, event: Event) -> None:
-        """Tell the engine that it drains, or end the stream of an incarnation that is over."""
-        engine = records.load_engine(event.current.value) if event.current is not None else None
+    def on_engine(self, engine: m.Engine | None) -> None:
+        """Tell the engine that it drains, or end a stream that a newer one or another incarnation voids."""
+        engine_id, engine_epoch = self._at
         if engine is None:
-            self.answers.put_nowait(UnknownEngineError(self._engine_id))
-        elif engine.engine_epoch > self._engine_epoch:
-            error = StaleEpochError(self._engine_id, self._engine_epoch, engine.engine_epoch)
-            self.answers.put_nowait(error)
-        elif engine.draining:
+            self.end(UnknownEngineError(engine_id))
+        elif engine.engine_epoch > engine_epoch:
+            self.end(StaleEpochError(engine_id, engine_epoch, engine.engine_epoch))
+        elif engine.stream > self._stream:
+            self.end(SupersededStreamError(engine_id))
+        elif engine.draining and not self._draining:
             self._draining = True
             self.answers.put_nowait(engine_pb2.AttachEngineResponse(draining=True))

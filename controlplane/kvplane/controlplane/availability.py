@@ -14,35 +14,32 @@ class Availability:
     def __init__(self, engines: EngineRegistry, clock: Clock, settings: m.Settings) -> None:
         self._engines = engines
         self._clock = clock
-        self._settings = settings
+        self._min_remaining_ms = settings.min_remaining_s * 1000
 
-    async def judge(
-        self, location: m.Location, reader_engine_id: str = ""
-    ) -> tuple[m.MissReason | None, Compare]:
+    def judge(self, location: m.Location, reader_engine_id: str = "") -> tuple[m.MissReason | None, Compare]:
         """Return why it may not be handed out, or None; and the compare that the answer rests on.
 
         A reader that is not registered is taken on trust: the fingerprint is checked where it reads.
         """
-        holder = location.holder
-        stored = await self._engines.find(holder.engine_id)
-        return await self._reason(location, stored.value, reader_engine_id), stored.unchanged()
+        stored = self._engines.find(location.holder.engine_id)
+        return self._reason(location, stored.value, reader_engine_id), stored.unchanged()
 
-    async def _reason(
+    def _reason(
         self, location: m.Location, engine: m.Engine | None, reader_engine_id: str
     ) -> m.MissReason | None:
-        holder, now = location.holder, self._clock.now_ms()
-        if engine is None or engine.engine_epoch != holder.engine_epoch:
+        now = self._clock.now_ms()
+        if engine is None or engine.engine_epoch != location.holder.engine_epoch:
             return m.MissReason.ENGINE_GONE
-        if self._engines.is_silent(holder.engine_id, holder.engine_epoch):
+        if self._engines.is_silent(engine):
             return m.MissReason.ENGINE_GONE
         if engine.draining:
             return m.MissReason.ENGINE_DRAINING
-        if location.deadline_ms - now < self._settings.min_remaining_s * 1000:
+        if location.deadline_ms - now < self._min_remaining_ms:
             return m.MissReason.EXPIRING
         if location.not_before_ms > now:
             return m.MissReason.QUARANTINED
         if reader_engine_id:
-            reader = (await self._engines.find(reader_engine_id)).value
+            reader = self._engines.find(reader_engine_id).value
             if reader is not None and reader.spec.profile != engine.spec.profile:
                 return m.MissReason.INCOMPATIBLE_ENGINE
         return None

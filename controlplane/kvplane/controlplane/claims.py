@@ -7,10 +7,12 @@ from dataclasses import replace
 from kvplane.controlplane import keys
 from kvplane.controlplane import model as m
 from kvplane.controlplane.availability import Availability
-from kvplane.controlplane.errors import ContentionError, InvalidFieldError
-from kvplane.controlplane.ledger import ATTEMPTS, Ledger
+from kvplane.controlplane.errors import InvalidFieldError
+from kvplane.controlplane.ledger import Decision, Ledger, same_state
 from kvplane.controlplane.turns import Turns
 from kvplane.store.base import Delete
+
+_Answer = m.Claim | m.MissReason
 
 
 class Claims:
@@ -23,6 +25,7 @@ class Claims:
         self._availability = availability
         self._turns = turns
         self._settings = settings
+        self._timeout_ms = round(settings.claim_timeout_s * 1000)
 
     async def claim(
         self,
@@ -40,43 +43,49 @@ class Claims:
         engine's incarnation still, so there is no moment at which two callers could win.
         Raises InvalidFieldError for a claim id in use by another owner or conversation, ContentionError.
         """
-        wait_s = self._settings.in_flight_wait_s if wait_s is None else wait_s
-        outcome = await self._take(key, claim_id, owner, reader_engine_id, turn)
-        if outcome is m.MissReason.UNKNOWN_CONVERSATION and not turn and wait_s > 0:
-            in_flight = await self._turns.in_flight(key)
+
+        def take() -> Decision[_Answer]:
+            return self._take(key, claim_id, owner, reader_engine_id, turn)
+
+        outcome = await self._ledger.decide(take)
+        if outcome is m.MissReason.UNKNOWN_CONVERSATION and not turn:
+            wait_s = self._settings.in_flight_wait_s if wait_s is None else wait_s
+            in_flight = self._turns.in_flight(key) if wait_s > 0 else 0
             if in_flight:
                 known = await self._turns.wait_until_settled(key, in_flight, wait_s, outcome)
-                if isinstance(known, m.MissReason):
-                    return known
-                return await self._take(key, claim_id, owner, reader_engine_id, turn)
+                return known if isinstance(known, m.MissReason) else await self._ledger.decide(take)
         return outcome
 
-    async def _take(
+    def _take(
         self, key: m.ConversationKey, claim_id: str, owner: str, reader_engine_id: str, turn: int
-    ) -> m.Claim | m.MissReason:
-        for _ in range(ATTEMPTS):
-            mine = await self._ledger.claim(claim_id)
-            if mine.value is not None:
-                if mine.value.owner != owner or mine.value.location.key != key:
-                    raise InvalidFieldError("request_id", "names a claim of another owner or conversation")
-                return mine.value
-            stored, turns = await self._ledger.location(key), await self._ledger.turns(key)
-            known = turns.value or m.Turns()
-            if stored.value is None or turn not in (0, stored.value.turn):
-                was_claimed = known.claimed_turn and known.claimed_turn >= (turn or known.settled_turn)
-                return m.MissReason.CLAIMED if was_claimed else m.MissReason.UNKNOWN_CONVERSATION
-            reason, engine_unchanged = await self._availability.judge(stored.value, reader_engine_id)
-            if reason is not None:
-                return reason
-            deadline_ms = self._ledger.clock.now_ms() + round(self._settings.claim_timeout_s * 1000)
-            claim = m.Claim(claim_id, owner, stored.value, min(deadline_ms, stored.value.deadline_ms))
-            claimed = replace(known, claimed_turn=max(known.claimed_turn, stored.value.turn))
-            operations = [
-                Delete(keys.location(key)),
-                *await self._ledger.put_claim(claim),
-                await self._ledger.put_turns(key, claimed, self._settings.turns_kept_ms),
-            ]
-            compares = [stored.unchanged(), mine.unchanged(), turns.unchanged(), engine_unchanged]
-            if await self._ledger.write(compares, operations):
-                return claim
-        raise ContentionError
+    ) -> Decision[_Answer]:
+        ledger = self._ledger
+        mine = ledger.claim(claim_id)
+        if mine.value is not None:
+            if mine.value.owner != owner or mine.value.location.key != key:
+                raise InvalidFieldError("request_id", "names a claim of another owner or conversation")
+            return Decision(mine.value, same_state(mine))
+        location_key, turns_key = keys.location_and_turns(key)
+        stored, turns = ledger.location_at(location_key), ledger.turns_at(turns_key)
+        known, location = turns.value or m.Turns(), stored.value
+        compares = same_state(stored, mine, turns)
+        if location is None or turn not in (0, location.turn):
+            was_claimed = known.claimed_turn and known.claimed_turn >= (turn or known.settled_turn)
+            reason = m.MissReason.CLAIMED if was_claimed else m.MissReason.UNKNOWN_CONVERSATION
+            return Decision(reason, compares)
+        refused, engine_unchanged = self._availability.judge(location, reader_engine_id)
+        compares.append(engine_unchanged)
+        if refused is not None:
+            return Decision(refused, compares)
+        deadline_ms = min(ledger.clock.now_ms() + self._timeout_ms, location.deadline_ms)
+        claim = m.Claim(claim_id, owner, location, deadline_ms)
+        claimed = replace(known, claimed_turn=max(known.claimed_turn, location.turn))
+        return Decision(
+            claim,
+            compares,
+            [
+                Delete(location_key),
+                *ledger.keep_claim(claim),
+                ledger.keep_turns(turns_key, claimed, self._settings.turns_kept_ms),
+            ],
+        )

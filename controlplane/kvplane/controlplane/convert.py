@@ -66,19 +66,20 @@ _ROLES = {
 }
 
 
-def announcement_in(wire: common_pb2.Announcement) -> m.Announcement:
-    """Return an announcement as a value."""
+def announcement_in(wire: common_pb2.Announcement, delay_s: float = 0.0) -> m.Announcement:
+    """Return an announcement as a value; `delay_s` was spent on the way and is taken off its life."""
+    ttl, fingerprint = wire.ttl, wire.fingerprint
     return m.Announcement(
-        key=key_in(wire.key),
-        request_id=wire.request_id,
-        turn=wire.turn,
-        token_count=wire.token_count,
-        block_count=wire.block_count,
-        kv_transfer_params=wire.kv_transfer_params,
-        fingerprint=m.Fingerprint(wire.fingerprint.chunk_tokens, wire.fingerprint.chain),
-        ttl_s=wire.ttl.seconds + wire.ttl.nanos / 1e9,
-        endpoint=wire.endpoint.rstrip("/"),
-        reannounced=wire.reannounced,
+        key_in(wire.key),
+        wire.request_id,
+        wire.turn,
+        wire.token_count,
+        wire.block_count,
+        wire.kv_transfer_params,
+        m.Fingerprint(fingerprint.chunk_tokens, fingerprint.chain),
+        max(0.0, ttl.seconds + ttl.nanos / 1e9 - delay_s),
+        wire.endpoint.rstrip("/"),
+        wire.reannounced,
     )
 
 

@@ -1,32 +1,40 @@
-"""The registry of engines: incarnations, epochs, leases, and who has gone silent."""
+"""The registry of engines: incarnations, epochs, leases, streams, and who has gone silent."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import structlog
 
 from kvplane.controlplane import keys, records
 from kvplane.controlplane import model as m
-from kvplane.controlplane.errors import ContentionError, StaleEpochError, UnknownEngineError
-from kvplane.controlplane.ledger import ATTEMPTS, Ledger, Stored
-from kvplane.store.base import Compare, Delete, Put
-from kvplane.store.errors import LeaseNotFoundError
+from kvplane.controlplane.errors import StaleEpochError, SupersededStreamError, UnknownEngineError
+from kvplane.controlplane.ledger import Decision, Keep, Ledger, Stored, Write, same_state
+from kvplane.store.base import Compare, Delete, Lease, Put
+from kvplane.store.errors import LeaseNotFoundError, StoreError
 
 log = structlog.get_logger(__name__)
 
 _EPOCH_KEPT_MS = 7 * 86_400_000
 """Epochs follow the clock; the last one is remembered in case the clock is set back."""
+_LOAD_EVERY_S = 1.0
+"""Loads are for choosing among engines: newer ones are not worth a write."""
+
+_Incarnation = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class LiveEngine:
-    """An engine on record, with what this replica alone knows of it."""
+    """An engine on record, with its load as last reported."""
 
     engine: m.Engine
     load: m.EngineLoad | None
-    attached: bool
+
+    @property
+    def attached(self) -> bool:
+        """Whether a stream of the engine's is open, at whichever replica."""
+        return self.engine.contact is m.EngineContact.ATTACHED
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +46,75 @@ class Required:
 
 
 class EngineRegistry:
-    """Gives out epochs and keeps leases. All state but streams and loads is in the store."""
+    """Gives out epochs and keeps leases. All state is in the store; what is here saves round trips."""
 
     def __init__(self, ledger: Ledger, settings: m.Settings) -> None:
         self._ledger = ledger
         self._settings = settings
-        self._loads: dict[tuple[str, int], m.EngineLoad] = {}
-        self._attached: dict[tuple[str, int], int] = {}
-        self._silent: set[tuple[str, int]] = set()
+        self._decoded: dict[str, Stored[m.Engine]] = {}
+        self._kept: dict[_Incarnation, tuple[float, Lease]] = {}
+        self._loads: dict[_Incarnation, tuple[float, m.EngineLoad]] = {}
+        self._broken: dict[_Incarnation, int] = {}
+
+    # Finding.
+
+    def find(self, engine_id: str) -> Stored[m.Engine]:
+        """Return the engine's record as last known, if it lives."""
+        item = self._ledger.mirror.get(keys.engine(engine_id))
+        cached = self._decoded.get(engine_id)
+        if item is None:
+            if cached is not None:
+                del self._decoded[engine_id]
+            return Stored(keys.engine(engine_id), None, 0)
+        if cached is None or cached.revision != item.mod_revision:
+            cached = Stored(item.key, records.load_engine(item.value), item.mod_revision)
+            self._decoded[engine_id] = cached
+        return cached
+
+    async def require(self, engine_id: str, engine_epoch: int, stream: int = 0) -> Required:
+        """Return the live incarnation, asking the store itself before saying no.
+
+        Raises UnknownEngineError, StaleEpochError, or, with a `stream` that is not its newest,
+        SupersededStreamError.
+        """
+        engine = self.find(engine_id).value
+        if engine is None or engine.engine_epoch != engine_epoch or (stream and engine.stream != stream):
+            await self._ledger.refresh(keys.engine(engine_id))
+        return self.checked(engine_id, engine_epoch, stream)
+
+    def checked(self, engine_id: str, engine_epoch: int, stream: int = 0) -> Required:
+        """Return the live incarnation as last known. Raises as `require`."""
+        stored = self.find(engine_id)
+        engine = stored.value
+        if engine is None or engine_epoch > engine.engine_epoch:
+            raise UnknownEngineError(engine_id)
+        if engine_epoch < engine.engine_epoch:
+            raise StaleEpochError(engine_id, engine_epoch, engine.engine_epoch)
+        if stream and stream != engine.stream:
+            raise SupersededStreamError(engine_id)
+        return Required(engine, stored.unchanged())
+
+    def is_silent(self, engine: m.Engine) -> bool:
+        """Tell whether the engine's newest stream broke and nothing has been heard of it since."""
+        if engine.contact is m.EngineContact.SILENT:
+            return True
+        return self._broken.get((engine.spec.engine_id, engine.engine_epoch)) == engine.stream != 0
+
+    async def list(self, *, after: str, limit: int) -> tuple[list[LiveEngine], bool]:
+        """Return live engines with ids greater than `after`, and whether more follow."""
+        start = keys.engine(after) if after else b""
+        page = await self._ledger.store.scan(keys.ENGINES, after=start, limit=limit)
+        engines = [records.load_engine(item.value) for item in page.items]
+        return [LiveEngine(engine, self._load(engine)) for engine in engines], page.more
+
+    def _load(self, engine: m.Engine) -> m.EngineLoad | None:
+        item = self._ledger.mirror.get(keys.load(engine.spec.engine_id))
+        if item is None:
+            return None
+        engine_epoch, load = records.load_load(item.value)
+        return load if engine_epoch == engine.engine_epoch else None
+
+    # Incarnations.
 
     async def register(self, spec: m.EngineSpec, registration_id: str = "") -> m.Engine:
         """Start an incarnation: its epoch is larger than any this engine id had.
@@ -53,14 +122,16 @@ class EngineRegistry:
         With a `registration_id` a repeated call answers with the incarnation it started, while it lives.
         """
         ledger, store = self._ledger, self._ledger.store
-        for _ in range(ATTEMPTS):
-            current = await ledger.engine(spec.engine_id)
+        engine_key, epoch_key = keys.engine(spec.engine_id), keys.epoch(spec.engine_id)
+        await ledger.refresh(engine_key, epoch_key)
+        lease = await store.grant_lease(self._settings.engine_lease_s)
+
+        def attempt() -> Decision[tuple[m.Engine, m.Engine | None]]:
+            current, last = self.find(spec.engine_id), ledger.epoch(spec.engine_id)
+            compares = same_state(current, last)
             if current.value and registration_id and current.value.registration_id == registration_id:
-                await self.renew(spec.engine_id, current.value.engine_epoch)
-                return current.value
-            last = await ledger.epoch(spec.engine_id)
+                return Decision((current.value, None), compares)
             now = ledger.clock.now_ms()
-            lease = await store.grant_lease(self._settings.engine_lease_s)
             engine = m.Engine(
                 spec=spec,
                 engine_epoch=max((last.value or 0) + 1, now),
@@ -68,124 +139,154 @@ class EngineRegistry:
                 registered_at_ms=now,
                 registration_id=registration_id,
             )
-            written = await ledger.write(
-                [current.unchanged(), last.unchanged()],
-                [
-                    Put(
-                        last.key,
-                        records.dump_epoch(engine.engine_epoch),
-                        await ledger.dust_lease(now + _EPOCH_KEPT_MS),
-                    ),
-                    Put(current.key, records.dump_engine(engine), lease.lease_id),
-                ],
-            )
-            if written:
-                if current.value:
-                    await store.revoke_lease(current.value.lease_id)
-                log.info(
-                    "engine_registered",
-                    engine_id=spec.engine_id,
-                    engine_epoch=engine.engine_epoch,
-                    role=spec.role.name.lower(),
-                    replaced_epoch=current.value.engine_epoch if current.value else None,
-                )
-                return engine
+            writes: list[Write] = [
+                Keep(epoch_key, records.dump_epoch(engine.engine_epoch), now + _EPOCH_KEPT_MS),
+                Put(engine_key, records.dump_engine(engine), lease.lease_id),
+            ]
+            return Decision((engine, current.value), compares, writes)
+
+        try:
+            engine, replaced = await ledger.decide(attempt)
+        except BaseException:
+            with suppress(StoreError):
+                await store.revoke_lease(lease.lease_id)
+            raise
+        if engine.lease_id != lease.lease_id:
             await store.revoke_lease(lease.lease_id)
-        raise ContentionError
-
-    async def require(self, engine_id: str, engine_epoch: int) -> Required:
-        """Return the live incarnation. Raises UnknownEngineError or StaleEpochError."""
-        stored = await self._ledger.engine(engine_id)
-        return Required(self._checked(stored, engine_id, engine_epoch), stored.unchanged())
-
-    def _checked(self, stored: Stored[m.Engine], engine_id: str, engine_epoch: int) -> m.Engine:
-        if stored.value is None or engine_epoch > stored.value.engine_epoch:
-            raise UnknownEngineError(engine_id)
-        if engine_epoch < stored.value.engine_epoch:
-            raise StaleEpochError(engine_id, engine_epoch, stored.value.engine_epoch)
-        return stored.value
-
-    async def find(self, engine_id: str) -> Stored[m.Engine]:
-        """Return the engine's record, if it lives."""
-        return await self._ledger.engine(engine_id)
+            await self.renew(spec.engine_id, engine.engine_epoch)
+            return engine
+        if replaced is not None:
+            await store.revoke_lease(replaced.lease_id)
+        log.info(
+            "engine_registered",
+            engine_id=spec.engine_id,
+            engine_epoch=engine.engine_epoch,
+            role=spec.role.name.lower(),
+            replaced_epoch=replaced.engine_epoch if replaced else None,
+        )
+        return engine
 
     async def renew(
-        self, engine_id: str, engine_epoch: int, load: m.EngineLoad | None = None
+        self, engine_id: str, engine_epoch: int, load: m.EngineLoad | None = None, *, stream: int = 0
     ) -> tuple[float, m.Engine]:
-        """Start the lease's ttl anew; returns it in seconds. Never revives. Raises as `require`."""
-        engine = (await self.require(engine_id, engine_epoch)).engine
-        try:
-            lease = await self._ledger.store.keep_lease(engine.lease_id)
-        except LeaseNotFoundError:
-            raise UnknownEngineError(engine_id) from None
-        self._silent.discard((engine_id, engine_epoch))
+        """Have the lease last; returns what is left of it, in seconds. Never revives. Raises as `require`.
+
+        The store is asked once per quarter of the ttl. Without a `stream` it is also a sign of life of an
+        engine whose stream broke.
+        """
+        engine = (await self.require(engine_id, engine_epoch, stream)).engine
+        at, now = (engine_id, engine_epoch), self._ledger.clock.monotonic()
+        kept = self._kept.get(at)
+        if kept is None or now - kept[0] >= kept[1].ttl_s / 4:
+            try:
+                kept = now, await self._ledger.store.keep_lease(engine.lease_id)
+            except LeaseNotFoundError:
+                self._kept.pop(at, None)
+                raise UnknownEngineError(engine_id) from None
+            self._kept[at] = kept
+        if not stream and self.is_silent(engine):
+            self._broken.pop(at, None)
+            engine = await self._set_contact(engine, m.EngineContact.UNARY) or engine
         if load is not None:
-            self._loads[engine_id, engine_epoch] = load
-        return lease.ttl_s, engine
+            await self._report(engine, load)
+        return kept[1].ttl_s - (now - kept[0]), engine
+
+    async def _report(self, engine: m.Engine, load: m.EngineLoad) -> None:
+        at, now = (engine.spec.engine_id, engine.engine_epoch), self._ledger.clock.monotonic()
+        reported = self._loads.get(at)
+        if reported is not None and (reported[1] == load or now - reported[0] < _LOAD_EVERY_S):
+            return
+        self._loads[at] = now, load
+        value = records.dump_load(engine.engine_epoch, load)
+        await self._ledger.commit([], [Put(keys.load(engine.spec.engine_id), value, engine.lease_id)])
 
     async def drain(self, engine_id: str) -> int:
         """Stop new locations and claims; returns the claims still open. Raises UnknownEngineError."""
-        for _ in range(ATTEMPTS):
-            stored = await self._ledger.engine(engine_id)
+        ledger = self._ledger
+        await ledger.refresh(keys.engine(engine_id))
+
+        def attempt() -> Decision[m.Engine | None]:
+            stored = self.find(engine_id)
             if stored.value is None:
                 raise UnknownEngineError(engine_id)
             if stored.value.draining:
-                break
+                return Decision(None, [stored.unchanged()])
             engine = replace(stored.value, draining=True)
             put = Put(stored.key, records.dump_engine(engine), engine.lease_id)
-            if await self._ledger.write([stored.unchanged()], [put]):
-                log.info("engine_draining", engine_id=engine_id, engine_epoch=engine.engine_epoch)
-                break
-        else:
-            raise ContentionError
+            return Decision(engine, [stored.unchanged()], [put])
+
+        drained = await ledger.decide(attempt)
+        if drained is not None:
+            log.info("engine_draining", engine_id=engine_id, engine_epoch=drained.engine_epoch)
         open_claims = 0
-        async for item in self._ledger.scan(keys.engine_holdings(engine_id)):
+        async for item in ledger.scan(keys.engine_holdings(engine_id)):
             open_claims += bool(records.load_holding(item.value)[1])
         return open_claims
 
     async def deregister(self, engine_id: str, engine_epoch: int) -> None:
         """End an incarnation; anything but the live one is left alone."""
-        stored = await self._ledger.engine(engine_id)
-        if stored.value is None or stored.value.engine_epoch != engine_epoch:
-            return
-        if await self._ledger.write([stored.unchanged()], [Delete(stored.key)]):
-            await self._ledger.store.revoke_lease(stored.value.lease_id)
+        await self._ledger.refresh(keys.engine(engine_id))
+
+        def attempt() -> Decision[m.Engine | None]:
+            stored = self.find(engine_id)
+            if stored.value is None or stored.value.engine_epoch != engine_epoch:
+                return Decision(None)
+            return Decision(stored.value, [stored.unchanged()], [Delete(stored.key)])
+
+        ended = await self._ledger.decide(attempt)
+        if ended is not None:
+            await self._ledger.store.revoke_lease(ended.lease_id)
             log.info("engine_deregistered", engine_id=engine_id, engine_epoch=engine_epoch)
 
-    async def list(self, *, after: str, limit: int) -> tuple[list[LiveEngine], bool]:
-        """Return live engines with ids greater than `after`, and whether more follow."""
-        start = keys.engine(after) if after else b""
-        page = await self._ledger.store.scan(keys.ENGINES, after=start, limit=limit)
-        engines = list[LiveEngine]()
-        for item in page.items:
-            engine = records.load_engine(item.value)
-            at = (engine.spec.engine_id, engine.engine_epoch)
-            engines.append(LiveEngine(engine, self._loads.get(at), at in self._attached))
-        return engines, page.more
+    # Streams.
 
-    def attach(self, engine_id: str, engine_epoch: int) -> Callable[[], None]:
-        """Note that a stream of the engine is open here; call what is returned when it has ended.
+    async def attach(self, engine_id: str, engine_epoch: int) -> int:
+        """Note that a stream of the engine's begins; returns its number, which makes older ones void.
 
-        From then until the next sign of life, nothing of the engine's is handed out by this replica: a
-        killed engine's stream ends at once, its lease only later.
+        Raises UnknownEngineError, StaleEpochError.
         """
-        at = (engine_id, engine_epoch)
-        self._attached[at] = self._attached.get(at, 0) + 1
-        self._silent.discard(at)
+        await self.require(engine_id, engine_epoch)
 
-        def detach() -> None:
-            self._attached[at] -= 1
-            if not self._attached[at]:
-                del self._attached[at]
-                self._silent.add(at)
+        def attempt() -> Decision[int]:
+            required = self.checked(engine_id, engine_epoch)
+            engine = required.engine
+            attached = replace(engine, stream=engine.stream + 1, contact=m.EngineContact.ATTACHED)
+            put = Put(keys.engine(engine_id), records.dump_engine(attached), engine.lease_id)
+            return Decision(attached.stream, [required.unchanged], [put])
 
-        return detach
+        return await self._ledger.decide(attempt)
 
-    def is_silent(self, engine_id: str, engine_epoch: int) -> bool:
-        """Tell whether the engine's stream broke here and it has not been heard of since."""
-        return (engine_id, engine_epoch) in self._silent
+    def detach(self, engine_id: str, engine_epoch: int, stream: int) -> None:
+        """Note that a stream has ended: from now on nothing of the engine's is handed out by this replica.
 
-    def forget(self, engine_id: str, engine_epoch: int) -> None:
-        """Drop what this replica alone knows of an incarnation that is over."""
-        self._silent.discard((engine_id, engine_epoch))
-        self._loads.pop((engine_id, engine_epoch), None)
+        Until its next sign of life, that is: a killed engine's stream ends at once, its lease only later.
+        """
+        self._broken[engine_id, engine_epoch] = stream
+
+    async def tell_silent(self, engine_id: str, engine_epoch: int, stream: int) -> None:
+        """Have the other replicas know what `detach` noted, unless the engine has a newer stream."""
+        engine = self.find(engine_id).value
+        if engine is not None and engine.engine_epoch == engine_epoch and engine.stream == stream:
+            await self._set_contact(engine, m.EngineContact.SILENT)
+
+    async def _set_contact(self, engine: m.Engine, contact: m.EngineContact) -> m.Engine | None:
+        """Write how an incarnation is heard of; None if it or its stream is another by now."""
+
+        def attempt() -> Decision[m.Engine | None]:
+            stored = self.find(engine.spec.engine_id)
+            current = stored.value
+            if current is None or current.engine_epoch != engine.engine_epoch:
+                return Decision(None)
+            if current.stream != engine.stream:
+                return Decision(None)
+            changed = replace(current, contact=contact)
+            put = Put(stored.key, records.dump_engine(changed), current.lease_id)
+            return Decision(changed, [stored.unchanged()], [put])
+
+        return await self._ledger.decide(attempt)
+
+    def forget(self, engine_id: str, below_epoch: int) -> None:
+        """Drop what this replica alone knows of incarnations that are over."""
+        for known in (self._kept, self._loads, self._broken):
+            for at in [at for at in known if at[0] == engine_id and at[1] < below_epoch]:
+                del known[at]

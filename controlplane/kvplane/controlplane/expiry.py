@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import OrderedDict
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 
 import structlog
 
@@ -13,7 +13,7 @@ from kvplane.controlplane import keys, records
 from kvplane.controlplane import model as m
 from kvplane.controlplane.engines import EngineRegistry
 from kvplane.controlplane.errors import DomainError
-from kvplane.controlplane.feed import Feed
+from kvplane.controlplane.mirror import Mirror
 from kvplane.controlplane.releases import Releases
 from kvplane.store.base import Event
 from kvplane.store.clock import Clock
@@ -23,37 +23,46 @@ log = structlog.get_logger(__name__)
 
 _TICK_S = 0.25
 _YIELD_EVERY = 64
+_PATIENCE_MS = 2000
+"""How much longer than the replica before it a replica waits for what is due."""
 
 
 class Sweeper:
     """Ends what is due. Not needed for correctness: every reader checks deadlines and epochs itself.
 
-    Any number of replicas may sweep the same store: each end is a compare-transaction.
+    Any number of replicas may sweep the same store, each end being a compare-transaction; so that they do
+    not all do the same, each waits a little longer than the one before it, in the order of `rank`.
     """
 
     def __init__(
-        self, feed: Feed, releases: Releases, engines: EngineRegistry, clock: Clock, settings: m.Settings
+        self,
+        mirror: Mirror,
+        releases: Releases,
+        engines: EngineRegistry,
+        clock: Clock,
+        settings: m.Settings,
+        rank: Callable[[], int] = lambda: 0,
     ) -> None:
+        self._rank = rank
         self._releases = releases
         self._engines = engines
         self._clock = clock
         self._settings = settings
         self._due: list[tuple[int, bytes]] = []
         self._conversations: OrderedDict[bytes, None] = OrderedDict()
-        self._over: dict[tuple[str, int], None] = {}
-        feed.listen(keys.LOCATIONS, self._on_location)
-        feed.listen(keys.CLAIMS, self._on_claim)
-        feed.listen(keys.TURNS, self._on_turns)
-        feed.listen(keys.ENGINES, self._on_engine)
+        self._over: dict[tuple[str, int], int] = {}
+        mirror.listen(keys.LOCATIONS, self._on_location)
+        mirror.listen(keys.CLAIMS, self._on_claim)
+        mirror.listen(keys.TURNS, self._on_turns)
+        mirror.listen(keys.ENGINES, self._on_engine)
 
     def _on_location(self, event: Event) -> None:
         if event.current is not None:
-            deadline_ms = records.load_location(event.current.value).deadline_ms
-            heapq.heappush(self._due, (deadline_ms, event.key))
+            heapq.heappush(self._due, (records.location_deadline_ms(event.current.value), event.key))
 
     def _on_claim(self, event: Event) -> None:
         if event.current is not None:
-            ends = records.load_claim(event.current.value).deadline_ms + self._settings.claim_grace_s * 1000
+            ends = records.claim_deadline_ms(event.current.value) + self._settings.claim_grace_s * 1000
             heapq.heappush(self._due, (round(ends), event.key))
 
     def _on_turns(self, event: Event) -> None:
@@ -69,10 +78,10 @@ class Sweeper:
             gone = records.load_engine(event.previous.value)
             current = records.load_engine(event.current.value) if event.current is not None else None
             if current is None or current.engine_epoch != gone.engine_epoch:
-                self._over[gone.spec.engine_id, gone.engine_epoch + 1] = None
+                self._over[gone.spec.engine_id, gone.engine_epoch + 1] = self._clock.now_ms()
         elif event.current is not None:
             engine = records.load_engine(event.current.value)
-            self._over[engine.spec.engine_id, engine.engine_epoch] = None
+            self._over[engine.spec.engine_id, engine.engine_epoch] = self._clock.now_ms()
 
     async def run(self) -> None:
         """Sweep until the store is closed."""
@@ -85,7 +94,8 @@ class Sweeper:
 
     async def sweep(self) -> None:
         """End all that is due now."""
-        now, ended = self._clock.now_ms(), 0
+        rank = self._rank()
+        now, ended = self._clock.now_ms() - rank * _PATIENCE_MS, 0
         while self._due and self._due[0][0] <= now:
             ended += 1
             if not ended % _YIELD_EVERY:
@@ -99,15 +109,15 @@ class Sweeper:
                 ending = self._releases.expire_location(key)
             if not await self._try(ending):
                 heapq.heappush(self._due, (now + 1000, key))
-        while len(self._conversations) > self._settings.max_conversations:
+        while not rank and len(self._conversations) > self._settings.max_conversations:
             key, _ = self._conversations.popitem(last=False)
             if not await self._try(self._releases.evict(key)):
                 self._conversations[key] = None
                 break
-        for engine_id, below_epoch in list(self._over):
-            if await self._try(self._releases.purge_engine(engine_id, below_epoch)):
+        for (engine_id, below_epoch), since in list(self._over.items()):
+            if since <= now and await self._try(self._releases.purge_engine(engine_id, below_epoch)):
                 del self._over[engine_id, below_epoch]
-                self._engines.forget(engine_id, below_epoch - 1)
+                self._engines.forget(engine_id, below_epoch)
 
     async def _try(self, ending: Awaitable[object]) -> bool:
         try:

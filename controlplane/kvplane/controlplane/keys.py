@@ -6,6 +6,8 @@ tenant's conversations share a prefix that no other tenant's key begins with.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from kvplane.controlplane.model import ConversationKey, Holder
 
 LOCATIONS = b"l/"
@@ -15,6 +17,9 @@ HOLDINGS = b"x/"
 ORDERS = b"o/"
 ENGINES = b"e/"
 EPOCHS = b"n/"
+SCHEMA = b"s/"
+LOADS = b"w/"
+PULSES = b"h/"
 
 
 def _part(text: str) -> bytes:
@@ -27,13 +32,46 @@ def _take(raw: bytes) -> tuple[str, bytes]:
     return raw[2:end].decode(), raw[end:]
 
 
+@lru_cache(maxsize=1024)
+def _scope(tenant_id: str, model: str, adapter: str) -> bytes:
+    return _part(tenant_id) + _part(model) + _part(adapter)
+
+
 def _conversation(key: ConversationKey) -> bytes:
-    return _part(key.tenant_id) + _part(key.model) + _part(key.adapter) + _part(key.conversation_id)
+    return _scope(key.tenant_id, key.model, key.adapter) + _part(key.conversation_id)
+
+
+def schema() -> bytes:
+    """Return where the store's schema version lies."""
+    return SCHEMA + b"schema"
 
 
 def location(key: ConversationKey) -> bytes:
     """Return where a conversation's retained location lies."""
     return LOCATIONS + _conversation(key)
+
+
+def location_and_turns(key: ConversationKey) -> tuple[bytes, bytes]:
+    """Return where a conversation's retained location and its turn numbers lie."""
+    path = _conversation(key)
+    return LOCATIONS + path, TURNS + path
+
+
+def location_of(turns_key: bytes) -> bytes:
+    """Return where the location lies of the conversation whose turn numbers lie at a key."""
+    return LOCATIONS + turns_key[len(TURNS) :]
+
+
+def conversation_of(key: bytes) -> ConversationKey:
+    """Return the conversation named by the key of a location or of turns. Raises ValueError for others."""
+    parts, rest = list[str](), key[2:]
+    for _ in range(4):
+        part, rest = _take(rest)
+        parts.append(part)
+    named = ConversationKey(*parts)
+    if key[2:] != _conversation(named):
+        raise ValueError("the key names no conversation")
+    return named
 
 
 def tenant_locations(tenant_id: str) -> bytes:
@@ -66,6 +104,17 @@ def epoch(engine_id: str) -> bytes:
     return EPOCHS + engine_id.encode()
 
 
+def load(engine_id: str) -> bytes:
+    """Return where an engine's last reported load lies."""
+    return LOADS + engine_id.encode()
+
+
+def pulse(replica_id: str) -> bytes:
+    """Return where a replica of the control plane leaves its sign of life."""
+    return PULSES + replica_id.encode()
+
+
+@lru_cache(maxsize=1024)
 def _incarnation(engine_id: str, engine_epoch: int) -> bytes:
     return _part(engine_id) + engine_epoch.to_bytes(8, "big")
 

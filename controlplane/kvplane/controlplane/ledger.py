@@ -1,28 +1,34 @@
-"""The records in the store, typed: read with their revisions, written in compare-transactions."""
+"""The records in the store, typed: read from the mirror, written in compare-transactions."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvplane.controlplane import keys, records
 from kvplane.controlplane import model as m
+from kvplane.controlplane.errors import ContentionError
+from kvplane.controlplane.mirror import Mirror
 from kvplane.store.base import Compare, Delete, KeyValue, Operation, Put, Store
 from kvplane.store.clock import Clock
-from kvplane.store.errors import LeaseNotFoundError
+from kvplane.store.errors import LeaseNotFoundError, StoreUnavailableError
 
 T = TypeVar("T")
 
 ATTEMPTS = 16
 """How often a decision is made anew because others changed what it rests on."""
 _BUCKET_MS = 10_000
-"""Short enough that few records end with one lease: a store ends them all at once."""
+_KEYS_PER_LEASE = 1000
+"""A store ends all records of a lease at once; more would hold up others."""
+_CLAIM_KEPT_MS = 30_000
+"""A claim has to be there still when its grace is over, however late a sweep comes."""
+_LEASES_PER_BUCKET = 100
+"""Beyond it, leases are told apart no further in time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stored(Generic[T]):
-    """A record as read. `revision` 0 and `value` None mean that there is none."""
+class Stored(NamedTuple, Generic[T]):
+    """A record as last known. `revision` 0 and `value` None mean that there is none."""
 
     key: bytes
     value: T | None
@@ -33,65 +39,97 @@ class Stored(Generic[T]):
         return Compare(self.key, self.revision)
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
+class Keep(NamedTuple):
+    """The write of a record that ends by itself some time after `until_ms`, unless rewritten or removed."""
+
+    key: bytes
+    value: bytes
+    until_ms: int
+
+
+Write = Keep | Put | Delete
+
+
+class Decision(NamedTuple, Generic[T]):
+    """An answer, what it rests on, and what has to be written for it to be true.
+
+    Without compares and writes it is given as it is. With compares alone they are checked.
+    """
+
+    answer: T
+    compares: Sequence[Compare] = ()
+    writes: Sequence[Write] = ()
+
+
+class Holding(NamedTuple):
     """What became of a holder's blocks: exactly one member is set."""
 
     location_key: bytes
     claim_id: str
 
 
+class _SharedLease:
+    """A lease of the store's that a bucket's records hang on for now."""
+
+    __slots__ = ("keys", "lease_id", "number")
+
+    def __init__(self, lease_id: int, number: int) -> None:
+        self.lease_id = lease_id
+        self.number = number
+        self.keys = 0
+
+
 class Ledger:
     """Typed access to the store. Records that end by themselves hang on shared leases.
 
-    The deadlines in the records decide; the leases, one per replica and ten seconds, only sweep up.
+    The deadlines in the records decide; the leases, a few per replica and ten seconds, only sweep up.
     """
 
-    def __init__(self, store: Store, clock: Clock) -> None:
+    def __init__(self, store: Store, clock: Clock, mirror: Mirror) -> None:
         self.store = store
         self.clock = clock
-        self._leases: dict[int, int] = {}
+        self.mirror = mirror
+        self._leases: dict[int, _SharedLease] = {}
+        self._granting: dict[int, asyncio.Task[None]] = {}
 
-    async def _read(self, key: bytes, load: Callable[[bytes], T]) -> Stored[T]:
-        found = await self.store.get(key)
+    # Reading: what the mirror knows.
+
+    def _read(self, key: bytes, load: Callable[[bytes], T]) -> Stored[T]:
+        found = self.mirror.get(key)
         if found is None:
             return Stored(key, None, 0)
         return Stored(key, load(found.value), found.mod_revision)
 
-    async def engine(self, engine_id: str) -> Stored[m.Engine]:
+    def engine(self, engine_id: str) -> Stored[m.Engine]:
         """Read an engine's live incarnation."""
-        return await self._read(keys.engine(engine_id), records.load_engine)
+        return self._read(keys.engine(engine_id), records.load_engine)
 
-    async def epoch(self, engine_id: str) -> Stored[int]:
+    def epoch(self, engine_id: str) -> Stored[int]:
         """Read the last epoch given to an engine id."""
-        return await self._read(keys.epoch(engine_id), records.load_epoch)
+        return self._read(keys.epoch(engine_id), records.load_epoch)
 
-    async def location(self, key: m.ConversationKey) -> Stored[m.Location]:
-        """Read a conversation's retained location."""
-        return await self.location_at(keys.location(key))
-
-    async def location_at(self, store_key: bytes) -> Stored[m.Location]:
+    def location_at(self, store_key: bytes) -> Stored[m.Location]:
         """Read the retained location at a store key."""
-        return await self._read(store_key, records.load_location)
+        return self._read(store_key, records.load_location)
 
-    async def turns(self, key: m.ConversationKey) -> Stored[m.Turns]:
-        """Read a conversation's turns."""
-        return await self._read(keys.turns(key), records.load_turns)
+    def turns_at(self, store_key: bytes) -> Stored[m.Turns]:
+        """Read a conversation's turns at a store key."""
+        return self._read(store_key, records.load_turns)
 
-    async def claim(self, claim_id: str) -> Stored[m.Claim]:
+    def claim(self, claim_id: str) -> Stored[m.Claim]:
         """Read an open claim."""
-        return await self._read(keys.claim(claim_id), records.load_claim)
+        return self._read(keys.claim(claim_id), records.load_claim)
 
-    async def holding(self, holder: m.Holder) -> Stored[Holding]:
+    def holding(self, holder: m.Holder) -> Stored[Holding]:
         """Read what became of a holder's blocks."""
-        return await self._read(keys.holding(holder), lambda raw: Holding(*records.load_holding(raw)))
+        return self._read(keys.holding(holder), _load_holding)
 
-    async def order(self, holder: m.Holder) -> Stored[m.Order]:
-        """Read the order to free a holder's blocks."""
-        return await self._read(keys.order(holder), lambda raw: records.load_order(holder, raw))
+    def order(self, holder: m.Holder) -> Stored[bytes]:
+        """Read the order to free a holder's blocks, undecoded: mostly its presence matters."""
+        return self._read(keys.order(holder), bytes)
 
     async def scan(self, prefix: bytes) -> AsyncIterator[KeyValue]:
-        """Iterate over all records below a prefix, page by page. O(records)."""
+        """Iterate over all records below a prefix in the store itself, page by page. O(records)."""
         after, more = b"", True
         while more:
             page = await self.store.scan(prefix, after=after)
@@ -100,58 +138,127 @@ class Ledger:
             more = page.more
             after = page.items[-1].key if page.items else after
 
-    async def dust_lease(self, deadline_ms: int) -> int:
-        """Return a lease that outlives a deadline by ten to twenty seconds. Shared; O(1) amortized."""
-        now = self.clock.now_ms()
-        bucket = max(deadline_ms, now) // _BUCKET_MS
-        lease_id = self._leases.get(bucket)
-        if lease_id is None:
-            ttl_ms = (bucket + 2) * _BUCKET_MS - now
-            lease_id = self._leases[bucket] = (await self.store.grant_lease(ttl_ms / 1000)).lease_id
-            for old in [old for old in self._leases if (old + 2) * _BUCKET_MS < now]:
-                del self._leases[old]
-        return lease_id
+    # Deciding and writing.
 
-    async def write(self, compares: list[Compare], operations: list[Operation]) -> bool:
-        """Commit; False means that something compared had changed, or a shared lease was gone: redo."""
+    async def decide(self, attempt: Callable[[], Decision[T]]) -> T:
+        """Make a decision and commit it; make it anew as long as what it rests on had changed.
+
+        A write whose outcome is unknown is decided anew too, once: the decision finds its own work. Raises
+        what `attempt` raises, ContentionError, StoreError.
+        """
+        self.mirror.require_fresh()
+        redone = False
+        for _ in range(ATTEMPTS):
+            answer, compares, writes = attempt()
+            if not compares and not writes:
+                return answer
+            try:
+                if await self.commit(compares, writes):
+                    return answer
+            except StoreUnavailableError:
+                if redone:
+                    raise
+                redone = True
+        raise ContentionError
+
+    async def commit(self, compares: Sequence[Compare], writes: Sequence[Write]) -> bool:
+        """Write if all compares hold; else the mirror has learned why not, or a lease was gone: redo."""
+        operations: list[Operation] = []
+        for write in writes:
+            if isinstance(write, Keep):
+                while not (lease_id := self._lease_now(write.until_ms)):
+                    await self._grant(write.until_ms)
+                operations.append(Put(write.key, write.value, lease_id))
+            else:
+                operations.append(write)
+        began_at = self.clock.monotonic()
         try:
-            return (await self.store.transact(compares, operations)).succeeded
+            done = await self.store.transact(compares, operations)
         except LeaseNotFoundError as error:
             self._leases = {
-                bucket: lease for bucket, lease in self._leases.items() if lease != error.lease_id
+                bucket: lease for bucket, lease in self._leases.items() if lease.lease_id != error.lease_id
             }
             return False
+        if done.succeeded:
+            self.mirror.committed(done.revision, operations, began_at)
+            return True
+        self.mirror.found(done.revision, compares, done.found)
+        return False
 
-    async def put_location(self, value: m.Location) -> Put:
+    async def refresh(self, *store_keys: bytes) -> None:
+        """Have the mirror know what lies under some keys now, whatever the watch has brought."""
+        known = [self.mirror.get(key) for key in store_keys]
+        compares = [
+            Compare(key, 0 if item is None else item.mod_revision)
+            for key, item in zip(store_keys, known, strict=True)
+        ]
+        await self.commit(compares, [])
+
+    def _lease_now(self, until_ms: int) -> int:
+        """Return a lease at hand that outlives `until_ms`; 0 if there is none with room."""
+        lease = self._leases.get(max(until_ms, self.clock.now_ms()) // _BUCKET_MS)
+        if lease is None or lease.keys >= _KEYS_PER_LEASE:
+            return 0
+        lease.keys += 1
+        return lease.lease_id
+
+    async def _grant(self, until_ms: int) -> None:
+        """Have a lease with room that outlives `until_ms`; whoever needs it meanwhile waits for the same."""
+        bucket = max(until_ms, self.clock.now_ms()) // _BUCKET_MS
+        task = self._granting.get(bucket)
+        if task is None:
+            task = self._granting[bucket] = asyncio.create_task(self._start_lease(bucket), name="lease")
+            task.add_done_callback(lambda _: self._granting.pop(bucket))
+        await asyncio.shield(task)
+
+    async def _start_lease(self, bucket: int) -> None:
+        """Start a lease that ends ten to thirty seconds after its bucket began; those of a bucket in turn."""
+        now = self.clock.now_ms()
+        last = self._leases.get(bucket)
+        number = 0 if last is None else last.number + 1
+        spread_ms = _BUCKET_MS * (number % _LEASES_PER_BUCKET) // _LEASES_PER_BUCKET
+        ttl_ms = (bucket + 2) * _BUCKET_MS - now + spread_ms
+        granted = await self.store.grant_lease(ttl_ms / 1000)
+        self._leases[bucket] = _SharedLease(granted.lease_id, number)
+        for old in [old for old in self._leases if (old + 2) * _BUCKET_MS < now]:
+            del self._leases[old]
+
+    # The writes of records.
+
+    def keep_location(self, store_key: bytes, value: m.Location) -> Keep:
         """Return the write of a retained location."""
-        lease = await self.dust_lease(value.deadline_ms)
-        return Put(keys.location(value.key), records.dump_location(value), lease)
+        return Keep(store_key, records.dump_location(value), value.deadline_ms)
 
-    async def put_turns(self, key: m.ConversationKey, value: m.Turns, keep_ms: int) -> Put:
+    def keep_turns(self, store_key: bytes, value: m.Turns, keep_ms: int) -> Keep:
         """Return the write of a conversation's turns, remembered for `keep_ms` from now."""
-        lease = await self.dust_lease(self.clock.now_ms() + keep_ms)
-        return Put(keys.turns(key), records.dump_turns(value), lease)
+        return Keep(store_key, records.dump_turns(value), self.clock.now_ms() + keep_ms)
 
-    async def retained(self, location: m.Location) -> Put:
+    def keep_holding(self, holding_key: bytes, location_key: bytes, until_ms: int) -> Keep:
         """Return the note that a holder's blocks are retained."""
-        lease = await self.dust_lease(location.deadline_ms)
-        at = records.dump_holding(location_key=keys.location(location.key))
-        return Put(keys.holding(location.holder), at, lease)
+        return Keep(holding_key, records.dump_holding(location_key=location_key), until_ms)
 
-    async def put_claim(self, claim: m.Claim) -> list[Operation]:
+    def keep_claim(self, claim: m.Claim) -> list[Write]:
         """Return the writes of a claim and of the note that its blocks are claimed."""
-        lease = await self.dust_lease(claim.deadline_ms)
         at = records.dump_holding(claim_id=claim.claim_id)
+        until_ms = claim.deadline_ms + _CLAIM_KEPT_MS
         return [
-            Put(keys.claim(claim.claim_id), records.dump_claim(claim), lease),
-            Put(keys.holding(claim.location.holder), at, lease),
+            Keep(keys.claim(claim.claim_id), records.dump_claim(claim), until_ms),
+            Keep(keys.holding(claim.location.holder), at, until_ms),
         ]
 
-    async def put_order(self, order: m.Order) -> Put:
+    def keep_order(self, order: m.Order) -> Keep:
         """Return the write of an order."""
-        lease = await self.dust_lease(order.deadline_ms)
-        return Put(keys.order(order.holder), records.dump_order(order), lease)
+        return Keep(keys.order(order.holder), records.dump_order(order), order.deadline_ms)
 
-    def drop_claim(self, claim: m.Claim) -> list[Operation]:
+    def drop_claim(self, claim: m.Claim) -> list[Write]:
         """Return the writes that end a claim."""
         return [Delete(keys.claim(claim.claim_id)), Delete(keys.holding(claim.location.holder))]
+
+
+def _load_holding(raw: bytes) -> Holding:
+    return Holding(*records.load_holding(raw))
+
+
+def same_state(*stored: Stored[Any]) -> list[Compare]:
+    """Return the compares that hold as long as nobody has written any of the records since."""
+    return [Compare(item.key, item.revision) for item in stored]

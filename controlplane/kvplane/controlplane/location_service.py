@@ -59,7 +59,7 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
     ) -> location_pb2.LookupLocationResponse:
         """See the protos."""
         validate.key(request.key)
-        known = await self._locations.lookup(convert.key_in(request.key))
+        known = self._locations.lookup(convert.key_in(request.key))
         if isinstance(known, m.MissReason):
             return location_pb2.LookupLocationResponse(miss_reason=convert.miss_out(known))
         location = convert.location_out(known.location, now_ms=self._now(), revision=known.revision)

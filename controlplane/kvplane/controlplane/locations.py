@@ -8,10 +8,9 @@ from kvplane.controlplane import keys, records
 from kvplane.controlplane import model as m
 from kvplane.controlplane.availability import Availability
 from kvplane.controlplane.engines import EngineRegistry
-from kvplane.controlplane.errors import ContentionError, EngineDrainingError, InvalidFieldError
-from kvplane.controlplane.ledger import ATTEMPTS, Ledger
+from kvplane.controlplane.errors import EngineDrainingError, InvalidFieldError
+from kvplane.controlplane.ledger import Decision, Ledger, Write, same_state
 from kvplane.controlplane.releases import Releases
-from kvplane.store.base import Operation
 
 _TURN_AHEAD_MS = 86_400_000
 """A turn's number is the clock's milliseconds or a little more; replicas' clocks do not differ by a day."""
@@ -36,60 +35,64 @@ class Locations:
         self._availability = availability
         self._settings = settings
 
-    async def announce(self, engine_id: str, engine_epoch: int, value: m.Announcement) -> m.Announced:
+    async def announce(
+        self, engine_id: str, engine_epoch: int, value: m.Announcement, *, stream: int = 0
+    ) -> m.Announced:
         """Put a location on record, unless a newer turn is. Idempotent per holder.
 
-        What it replaces is released on its engine. Raises UnknownEngineError, StaleEpochError,
-        EngineDrainingError, InvalidFieldError, ContentionError.
+        What it replaces is released on its engine. With `stream`, only while that is the engine's newest.
+        Raises UnknownEngineError, StaleEpochError, SupersededStreamError, EngineDrainingError,
+        InvalidFieldError, ContentionError.
         """
-        ledger = self._ledger
+        await self._engines.require(engine_id, engine_epoch, stream)
         holder = m.Holder(engine_id, engine_epoch, value.request_id)
-        for _ in range(ATTEMPTS):
-            required = await self._engines.require(engine_id, engine_epoch)
-            holding, order = await ledger.holding(holder), await ledger.order(holder)
-            if holding.value is not None and holding.value.claim_id:
-                return m.Announced(m.AnnounceOutcome.CLAIMED)
-            if order.value is not None:
-                return m.Announced(m.AnnounceOutcome.SUPERSEDED)
-            current, turns = await ledger.location(value.key), await ledger.turns(value.key)
-            if holding.value is not None and holding.value.location_key != current.key:
-                raise InvalidFieldError("announcement.request_id", "was announced for another conversation")
-            compares = [required.unchanged, holding.unchanged(), order.unchanged()]
-            compares += [current.unchanged(), turns.unchanged()]
-            known = turns.value or m.Turns()
-            if value.turn > max(known.latest_turn, ledger.clock.now_ms() + _TURN_AHEAD_MS):
-                raise InvalidFieldError("announcement.turn", "is no number that BeginTurn has given")
-            is_known = current.value is not None and current.value.holder == holder
-            if not is_known and required.engine.draining:
-                raise EngineDrainingError(engine_id)
-            newest = max(known.settled_turn, current.value.turn if current.value else 0)
-            if not is_known and value.turn < newest:
-                put = await ledger.put_order(self._releases.order(holder, m.ReleaseReason.SUPERSEDED))
-                if await ledger.write(compares, [put]):
-                    return m.Announced(m.AnnounceOutcome.SUPERSEDED)
-                continue
-            location = self._location(holder, value, required.engine)
-            if is_known and current.value is not None:
-                location = replace(location, not_before_ms=current.value.not_before_ms)
-                if abs(location.deadline_ms - current.value.deadline_ms) < _SAME_MS:
-                    return self._accepted(current.value)
-            operations: list[Operation] = []
-            if current.value is not None and not is_known:
-                operations = await self._releases.ending(current.value, m.ReleaseReason.SUPERSEDED)
-                operations = [operation for operation in operations if operation.key != current.key]
+        return await self._ledger.decide(lambda: self._announce(holder, value, stream))
+
+    def _announce(self, holder: m.Holder, value: m.Announcement, stream: int) -> Decision[m.Announced]:
+        ledger = self._ledger
+        required = self._engines.checked(holder.engine_id, holder.engine_epoch, stream)
+        engine = required.engine
+        location_key, turns_key = keys.location_and_turns(value.key)
+        holding, order = ledger.holding(holder), ledger.order(holder)
+        stored, turns = ledger.location_at(location_key), ledger.turns_at(turns_key)
+        compares = same_state(holding, order, stored, turns)
+        compares.append(required.unchanged)
+        if holding.value is not None and holding.value.claim_id:
+            return Decision(m.Announced(m.AnnounceOutcome.CLAIMED), compares)
+        if order.value is not None:
+            return Decision(m.Announced(m.AnnounceOutcome.SUPERSEDED), compares)
+        if holding.value is not None and holding.value.location_key != location_key:
+            raise InvalidFieldError("announcement.request_id", "was announced for another conversation")
+        known, current = turns.value or m.Turns(), stored.value
+        if value.turn > max(known.latest_turn, ledger.clock.now_ms() + _TURN_AHEAD_MS):
+            raise InvalidFieldError("announcement.turn", "is no number that BeginTurn has given")
+        is_known = current is not None and current.holder == holder
+        if not is_known:
+            if engine.draining:
+                raise EngineDrainingError(engine.spec.engine_id)
+            if value.turn < max(known.settled_turn, 0 if current is None else current.turn):
+                superseded = self._releases.order(holder, m.ReleaseReason.SUPERSEDED)
+                answer = m.Announced(m.AnnounceOutcome.SUPERSEDED)
+                return Decision(answer, compares, [ledger.keep_order(superseded)])
+        location = self._location(holder, value, engine)
+        writes: list[Write] = []
+        if current is not None:
+            if is_known:
+                location = replace(location, not_before_ms=current.not_before_ms, unknown=current.unknown)
+                if abs(location.deadline_ms - current.deadline_ms) < _SAME_MS:
+                    return Decision(self._accepted(current), compares)
+            else:
+                writes = self._releases.replacing(current, m.ReleaseReason.SUPERSEDED)
+        writes.append(ledger.keep_location(location_key, location))
+        writes.append(ledger.keep_holding(holding.key, location_key, location.deadline_ms))
+        if value.turn > known.settled_turn or value.turn > known.latest_turn or turns.value is None:
             settled = replace(
                 known,
                 latest_turn=max(known.latest_turn, value.turn),
                 settled_turn=max(known.settled_turn, value.turn),
             )
-            operations += [
-                await ledger.put_location(location),
-                await ledger.retained(location),
-                await ledger.put_turns(value.key, settled, self._settings.turns_kept_ms),
-            ]
-            if await ledger.write(compares, operations):
-                return self._accepted(location)
-        raise ContentionError
+            writes.append(ledger.keep_turns(turns_key, settled, self._settings.turns_kept_ms))
+        return Decision(self._accepted(location), compares, writes)
 
     def _location(self, holder: m.Holder, value: m.Announcement, engine: m.Engine) -> m.Location:
         now = self._ledger.clock.now_ms()
@@ -114,41 +117,53 @@ class Locations:
         left_ms = location.deadline_ms - self._ledger.clock.now_ms()
         return m.Announced(m.AnnounceOutcome.ACCEPTED, max(0.0, left_ms / 1000))
 
-    async def lookup(self, key: m.ConversationKey) -> m.Found | m.MissReason:
-        """Return what could be claimed now, taking nothing."""
-        stored = await self._ledger.location(key)
+    def lookup(self, key: m.ConversationKey) -> m.Found | m.MissReason:
+        """Return what could be claimed now, taking nothing: as old as the mirror may be.
+
+        Raises StoreUnavailableError when that is too old.
+        """
+        ledger = self._ledger
+        ledger.mirror.require_fresh()
+        location_key, turns_key = keys.location_and_turns(key)
+        stored = ledger.location_at(location_key)
         if stored.value is None:
-            turns = (await self._ledger.turns(key)).value
-            if turns is not None and turns.claimed_turn and turns.claimed_turn >= turns.settled_turn:
-                return m.MissReason.CLAIMED
-            return m.MissReason.UNKNOWN_CONVERSATION
-        reason, _ = await self._availability.judge(stored.value)
+            return self.absence(ledger.turns_at(turns_key).value or m.Turns())
+        reason, _ = self._availability.judge(stored.value)
         return reason or m.Found(stored.value, stored.revision)
+
+    def absence(self, turns: m.Turns) -> m.MissReason:
+        """Return why a conversation with these turns has no retained location."""
+        if turns.claimed_turn and turns.claimed_turn >= turns.settled_turn:
+            return m.MissReason.CLAIMED
+        return m.MissReason.UNKNOWN_CONVERSATION
 
     async def renew(self, holder: m.Holder, ttl_s: float) -> float | None:
         """Set a retained location's life; returns it as granted, or None: nothing is revived.
 
         Raises UnknownEngineError, StaleEpochError, ContentionError.
         """
-        for _ in range(ATTEMPTS):
-            required = await self._engines.require(holder.engine_id, holder.engine_epoch)
-            holding = await self._ledger.holding(holder)
-            if holding.value is None or holding.value.claim_id:
-                return None
-            stored = await self._ledger.location_at(holding.value.location_key)
-            now = self._ledger.clock.now_ms()
-            if stored.value is None or stored.value.holder != holder or stored.value.deadline_ms <= now:
-                return None
-            granted_s = min(ttl_s, self._settings.max_location_ttl_s)
-            location = replace(stored.value, deadline_ms=now + int(granted_s * 1000))
-            operations: list[Operation] = [
-                await self._ledger.put_location(location),
-                await self._ledger.retained(location),
-            ]
-            compares = [required.unchanged, holding.unchanged(), stored.unchanged()]
-            if await self._ledger.write(compares, operations):
-                return granted_s
-        raise ContentionError
+        await self._engines.require(holder.engine_id, holder.engine_epoch)
+        return await self._ledger.decide(lambda: self._renew(holder, ttl_s))
+
+    def _renew(self, holder: m.Holder, ttl_s: float) -> Decision[float | None]:
+        ledger = self._ledger
+        required = self._engines.checked(holder.engine_id, holder.engine_epoch)
+        holding = ledger.holding(holder)
+        compares = [required.unchanged, holding.unchanged()]
+        if holding.value is None or holding.value.claim_id:
+            return Decision(None, compares)
+        stored = ledger.location_at(holding.value.location_key)
+        compares.append(stored.unchanged())
+        now, location = ledger.clock.now_ms(), stored.value
+        if location is None or location.holder != holder or location.deadline_ms <= now:
+            return Decision(None, compares)
+        granted_s = min(ttl_s, self._settings.max_location_ttl_s)
+        renewed = replace(location, deadline_ms=now + int(granted_s * 1000))
+        writes: list[Write] = [
+            ledger.keep_location(stored.key, renewed),
+            ledger.keep_holding(holding.key, stored.key, renewed.deadline_ms),
+        ]
+        return Decision(granted_s, compares, writes)
 
     async def list(
         self, *, after: bytes, limit: int, tenant_id: str, engine_id: str

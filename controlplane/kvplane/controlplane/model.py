@@ -8,6 +8,11 @@ from functools import cache
 from typing import Any
 
 # Numbers are those of the public protos, so that stored records and wire agree; a test checks it.
+#
+# Values that are read from the store and written back have a last member `unknown`: the fields of the stored
+# record that only a newer version understands, as read, never looked into. `replace` carries them along; a
+# value made anew (a new turn, a new registration) has none. They count in comparisons: two values are equal
+# if their records are.
 
 
 class EngineRole(IntEnum):
@@ -16,6 +21,14 @@ class EngineRole(IntEnum):
     PREFILL = 1
     DECODE = 2
     BOTH = 3
+
+
+class EngineContact(IntEnum):
+    """How an engine is heard of. A silent one's stream broke, and there was no sign of life since."""
+
+    UNARY = 0
+    ATTACHED = 1
+    SILENT = 2
 
 
 class MissReason(IntEnum):
@@ -78,6 +91,10 @@ class Settings:
     """Default wait for the announcement of a turn still in flight."""
     in_flight_window_s: float = 600.0
     """A turn that was not announced by then is no longer waited for."""
+    max_staleness_s: float = 2.0
+    """A replica that has not been able to tell for this long that it knows the store's state gives no answers.
+
+    For stores shared with other replicas."""
     max_conversations: int = 1_000_000
     """Conversations on record; beyond it the oldest go."""
 
@@ -134,6 +151,7 @@ class Location:
     not_before_ms: int = 0
     endpoint: str = ""
     data_parallel_rank: int = 0
+    unknown: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +162,7 @@ class Claim:
     owner: str
     location: Location
     deadline_ms: int
+    unknown: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +214,9 @@ class Engine:
     registered_at_ms: int
     registration_id: str = ""
     draining: bool = False
+    stream: int = 0
+    contact: EngineContact = EngineContact.UNARY
+    unknown: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +228,7 @@ class Turns:
     settled_turn: int = 0
     in_flight_until_ms: int = 0
     claimed_turn: int = 0
+    unknown: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,50 @@
-"""Between stored records and the control plane's values."""
+"""Between stored records and the control plane's values.
+
+A record may stem from a newer version and have fields this one does not know. Values that are written back
+(locations, claims, engines, turns) keep them in their member `unknown`, and dumping puts them back; the
+other records are never written again as read. On the hot path: no loops over fields, one pass each way.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from kvplane.controlplane import model as m
 from kvplane.storage.v1 import records_pb2 as pb
 
+T = TypeVar("T")
+
+
+class UnreadableRecordError(ValueError):
+    """Bytes that are no such record, or one of a newer version that this one cannot make sense of."""
+
+
+def checked(load: Callable[[bytes], T], raw: bytes) -> T:
+    """Return `load(raw)`; raises UnreadableRecordError for what it cannot read. For untrusted bytes."""
+    try:
+        return load(raw)
+    except (DecodeError, ValueError) as error:
+        raise UnreadableRecordError(str(error)) from None
+
+
+def _unknown(record: Message) -> bytes:
+    """Return the fields of a record that its type does not define, serialized. For those that have some."""
+    rest = type(record)()
+    rest.CopyFrom(record)
+    for name in record.DESCRIPTOR.fields_by_name:
+        rest.ClearField(name)
+    return rest.SerializeToString()
+
 
 def dump_location(value: m.Location) -> bytes:
     """Return a location as stored."""
-    return _location_record(value).SerializeToString()
+    record = pb.LocationRecord()
+    _fill_location(record, value)
+    return record.SerializeToString()
 
 
 def load_location(raw: bytes) -> m.Location:
@@ -16,60 +52,79 @@ def load_location(raw: bytes) -> m.Location:
     return _location_value(pb.LocationRecord.FromString(raw))
 
 
-def _location_record(value: m.Location) -> pb.LocationRecord:
-    key, holder = value.key, value.holder
-    return pb.LocationRecord(
-        tenant_id=key.tenant_id,
-        model=key.model,
-        adapter=key.adapter,
-        conversation_id=key.conversation_id,
-        engine_id=holder.engine_id,
-        engine_epoch=holder.engine_epoch,
-        request_id=holder.request_id,
-        turn=value.turn,
-        token_count=value.token_count,
-        block_count=value.block_count,
-        kv_transfer_params=value.kv_transfer_params,
-        chunk_tokens=value.fingerprint.chunk_tokens,
-        fingerprint=value.fingerprint.chain,
-        deadline_ms=value.deadline_ms,
-        not_before_ms=value.not_before_ms,
-        endpoint=value.endpoint,
-        data_parallel_rank=value.data_parallel_rank,
-    )
+def location_deadline_ms(raw: bytes) -> int:
+    """Return the deadline of a stored location."""
+    return pb.LocationRecord.FromString(raw).deadline_ms
+
+
+def claim_deadline_ms(raw: bytes) -> int:
+    """Return the deadline of a stored claim."""
+    return pb.ClaimRecord.FromString(raw).deadline_ms
+
+
+def _fill_location(record: pb.LocationRecord, value: m.Location) -> None:
+    """Fill an empty record. In place: handed to a constructor, a location would be copied into its claim."""
+    key, holder, fingerprint = value.key, value.holder, value.fingerprint
+    record.tenant_id = key.tenant_id
+    record.model = key.model
+    record.adapter = key.adapter
+    record.conversation_id = key.conversation_id
+    record.engine_id = holder.engine_id
+    record.engine_epoch = holder.engine_epoch
+    record.request_id = holder.request_id
+    record.turn = value.turn
+    record.token_count = value.token_count
+    record.block_count = value.block_count
+    record.kv_transfer_params = value.kv_transfer_params
+    record.chunk_tokens = fingerprint.chunk_tokens
+    record.fingerprint = fingerprint.chain
+    record.deadline_ms = value.deadline_ms
+    record.not_before_ms = value.not_before_ms
+    record.endpoint = value.endpoint
+    record.data_parallel_rank = value.data_parallel_rank
+    if value.unknown:
+        record.MergeFromString(value.unknown)
 
 
 def _location_value(record: pb.LocationRecord) -> m.Location:
     return m.Location(
-        key=m.ConversationKey(record.tenant_id, record.model, record.adapter, record.conversation_id),
-        holder=m.Holder(record.engine_id, record.engine_epoch, record.request_id),
-        turn=record.turn,
-        token_count=record.token_count,
-        block_count=record.block_count,
-        kv_transfer_params=record.kv_transfer_params,
-        fingerprint=m.Fingerprint(record.chunk_tokens, record.fingerprint),
-        deadline_ms=record.deadline_ms,
-        not_before_ms=record.not_before_ms,
-        endpoint=record.endpoint,
-        data_parallel_rank=record.data_parallel_rank,
+        m.ConversationKey(record.tenant_id, record.model, record.adapter, record.conversation_id),
+        m.Holder(record.engine_id, record.engine_epoch, record.request_id),
+        record.turn,
+        record.token_count,
+        record.block_count,
+        record.kv_transfer_params,
+        m.Fingerprint(record.chunk_tokens, record.fingerprint),
+        record.deadline_ms,
+        record.not_before_ms,
+        record.endpoint,
+        record.data_parallel_rank,
+        _unknown(record) if len(UnknownFieldSet(record)) else b"",
     )
 
 
 def dump_claim(value: m.Claim) -> bytes:
     """Return a claim as stored."""
-    record = pb.ClaimRecord(
-        claim_id=value.claim_id,
-        owner=value.owner,
-        location=_location_record(value.location),
-        deadline_ms=value.deadline_ms,
-    )
+    record = pb.ClaimRecord()
+    record.claim_id = value.claim_id
+    record.owner = value.owner
+    record.deadline_ms = value.deadline_ms
+    _fill_location(record.location, value.location)
+    if value.unknown:
+        record.MergeFromString(value.unknown)
     return record.SerializeToString()
 
 
 def load_claim(raw: bytes) -> m.Claim:
     """Return a stored claim."""
     record = pb.ClaimRecord.FromString(raw)
-    return m.Claim(record.claim_id, record.owner, _location_value(record.location), record.deadline_ms)
+    return m.Claim(
+        record.claim_id,
+        record.owner,
+        _location_value(record.location),
+        record.deadline_ms,
+        _unknown(record) if len(UnknownFieldSet(record)) else b"",
+    )
 
 
 def dump_engine(value: m.Engine) -> bytes:
@@ -87,19 +142,30 @@ def dump_engine(value: m.Engine) -> bytes:
         registration_id=value.registration_id,
         lease_id=value.lease_id,
         registered_at_ms=value.registered_at_ms,
+        stream=value.stream,
+        contact=value.contact,
         profile=pb.ProfileRecord(**m.members(spec.profile, m.EngineProfile)),
     )
+    if value.unknown:
+        record.MergeFromString(value.unknown)
     return record.SerializeToString()
 
 
 def load_engine(raw: bytes) -> m.Engine:
-    """Return a stored engine."""
+    """Return a stored engine. Its `unknown` holds what is unknown of its profile, too."""
     record = pb.EngineRecord.FromString(raw)
+    profile = record.profile
+    unknown = b""
+    if len(UnknownFieldSet(profile)):
+        rest = pb.EngineRecord(profile=pb.ProfileRecord.FromString(_unknown(profile)))
+        unknown = rest.SerializeToString()
+    if len(UnknownFieldSet(record)):
+        unknown += _unknown(record)
     return m.Engine(
         spec=m.EngineSpec(
             engine_id=record.engine_id,
             role=m.EngineRole(record.role),
-            profile=m.EngineProfile(**m.members(record.profile, m.EngineProfile)),
+            profile=m.EngineProfile(**m.members(profile, m.EngineProfile)),
             endpoint=record.endpoint,
             data_parallel_rank=record.data_parallel_rank,
             total_blocks=record.total_blocks,
@@ -110,17 +176,58 @@ def load_engine(raw: bytes) -> m.Engine:
         registered_at_ms=record.registered_at_ms,
         registration_id=record.registration_id,
         draining=record.draining,
+        stream=record.stream,
+        contact=m.EngineContact(record.contact),
+        unknown=unknown,
     )
+
+
+def dump_load(engine_epoch: int, value: m.EngineLoad) -> bytes:
+    """Return an incarnation's load as stored."""
+    record = pb.LoadRecord(engine_epoch=engine_epoch, **m.members(value, m.EngineLoad))
+    return record.SerializeToString()
+
+
+def load_load(raw: bytes) -> tuple[int, m.EngineLoad]:
+    """Return a stored load and whose incarnation's it is."""
+    record = pb.LoadRecord.FromString(raw)
+    return record.engine_epoch, m.EngineLoad(**m.members(record, m.EngineLoad))
+
+
+def dump_pulse(time_ms: int, version: str) -> bytes:
+    """Return a replica's sign of life as stored."""
+    return pb.PulseRecord(time_ms=time_ms, version=version).SerializeToString()
+
+
+def load_pulse(raw: bytes) -> int:
+    """Return the time that a replica's sign of life tells, in milliseconds."""
+    return pb.PulseRecord.FromString(raw).time_ms
 
 
 def dump_turns(value: m.Turns) -> bytes:
     """Return a conversation's turns as stored."""
-    return pb.TurnRecord(**m.members(value, m.Turns)).SerializeToString()
+    record = pb.TurnRecord()
+    record.latest_turn = value.latest_turn
+    record.request_id = value.request_id
+    record.settled_turn = value.settled_turn
+    record.in_flight_until_ms = value.in_flight_until_ms
+    record.claimed_turn = value.claimed_turn
+    if value.unknown:
+        record.MergeFromString(value.unknown)
+    return record.SerializeToString()
 
 
 def load_turns(raw: bytes) -> m.Turns:
     """Return a conversation's stored turns."""
-    return m.Turns(**m.members(pb.TurnRecord.FromString(raw), m.Turns))
+    record = pb.TurnRecord.FromString(raw)
+    return m.Turns(
+        record.latest_turn,
+        record.request_id,
+        record.settled_turn,
+        record.in_flight_until_ms,
+        record.claimed_turn,
+        _unknown(record) if len(UnknownFieldSet(record)) else b"",
+    )
 
 
 def dump_holding(*, location_key: bytes = b"", claim_id: str = "") -> bytes:
@@ -155,3 +262,17 @@ def dump_epoch(engine_epoch: int) -> bytes:
 def load_epoch(raw: bytes) -> int:
     """Return an engine id's last epoch."""
     return pb.EpochRecord.FromString(raw).engine_epoch
+
+
+def dump_schema(schema: int, least_reader: int, before: bytes = b"") -> bytes:
+    """Return the store's schema version as stored; what else the record `before` says is kept."""
+    record = pb.SchemaRecord.FromString(before)
+    record.schema = schema
+    record.least_reader = least_reader
+    return record.SerializeToString()
+
+
+def load_schema(raw: bytes) -> tuple[int, int]:
+    """Return (schema, least reader) of the store."""
+    record = pb.SchemaRecord.FromString(raw)
+    return record.schema, record.least_reader

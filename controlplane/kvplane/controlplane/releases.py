@@ -9,9 +9,9 @@ import structlog
 
 from kvplane.controlplane import keys, records
 from kvplane.controlplane import model as m
-from kvplane.controlplane.errors import ContentionError, NotClaimOwnerError
-from kvplane.controlplane.ledger import ATTEMPTS, Ledger, Stored
-from kvplane.store.base import MAX_TXN_OPERATIONS, Delete, Operation
+from kvplane.controlplane.errors import NotClaimOwnerError
+from kvplane.controlplane.ledger import Decision, Ledger, Write
+from kvplane.store.base import MAX_TXN_OPERATIONS, Delete, KeyValue
 
 log = structlog.get_logger(__name__)
 
@@ -26,17 +26,19 @@ class Releases:
         self._ledger = ledger
         self._settings = settings
 
-    async def ending(self, location: m.Location, reason: m.ReleaseReason) -> list[Operation]:
-        """Return the writes that end a retained location and tell its engine; to be fenced by the caller.
+    def ending(self, store_key: bytes, location: m.Location, reason: m.ReleaseReason) -> list[Write]:
+        """Return the writes that end a retained location and tell its engine; to be fenced by the caller."""
+        return [Delete(store_key), *self.replacing(location, reason)]
+
+    def replacing(self, location: m.Location, reason: m.ReleaseReason) -> list[Write]:
+        """Return those of the same writes that do not touch the location's own key.
 
         In quarantine a reader of a previous life may be on its way: then the engine is told only after it.
         """
-        ledger = self._ledger
-        operations: list[Operation] = [Delete(keys.location(location.key))]
-        if location.not_before_ms > ledger.clock.now_ms():
-            return operations + await ledger.put_claim(self._quarantine(location))
-        order = await ledger.put_order(self.order(location.holder, reason))
-        return [*operations, Delete(keys.holding(location.holder)), order]
+        if location.not_before_ms > self._ledger.clock.now_ms():
+            return self._ledger.keep_claim(self._quarantine(location))
+        order = self.order(location.holder, reason)
+        return [Delete(keys.holding(location.holder)), self._ledger.keep_order(order)]
 
     def _quarantine(self, location: m.Location) -> m.Claim:
         """Nobody reads by this claim, so it goes without params and fingerprint, which may be large."""
@@ -52,136 +54,151 @@ class Releases:
 
     async def withdraw(self, holder: m.Holder) -> m.ReleaseOutcome:
         """Take a holder's location off the record for its engine, unless a reader has it. Idempotent."""
-        for _ in range(ATTEMPTS):
-            holding = await self._ledger.holding(holder)
+
+        def attempt() -> Decision[m.ReleaseOutcome]:
+            ledger = self._ledger
+            holding = ledger.holding(holder)
+            compares = [holding.unchanged()]
             if holding.value is None:
-                return m.ReleaseOutcome.NOTHING
+                return Decision(m.ReleaseOutcome.NOTHING, compares)
             if holding.value.claim_id:
-                return m.ReleaseOutcome.CLAIMED
-            location = await self._ledger.location_at(holding.value.location_key)
+                return Decision(m.ReleaseOutcome.CLAIMED, compares)
+            location = ledger.location_at(holding.value.location_key)
+            compares.append(location.unchanged())
             if location.value is None:
-                return m.ReleaseOutcome.NOTHING
-            compares = [holding.unchanged(), location.unchanged()]
-            if location.value.not_before_ms > self._ledger.clock.now_ms():
-                operations = await self.ending(location.value, m.ReleaseReason.CLAIM_TIMEOUT)
-                if await self._ledger.write(compares, operations):
-                    return m.ReleaseOutcome.CLAIMED
-                continue
-            if await self._ledger.write(compares, [Delete(location.key), Delete(holding.key)]):
-                return m.ReleaseOutcome.RELEASED
-        raise ContentionError
+                return Decision(m.ReleaseOutcome.NOTHING, compares)
+            if location.value.not_before_ms > ledger.clock.now_ms():
+                ending = self.ending(location.key, location.value, m.ReleaseReason.CLAIM_TIMEOUT)
+                return Decision(m.ReleaseOutcome.CLAIMED, compares, ending)
+            gone: list[Write] = [Delete(location.key), Delete(holding.key)]
+            return Decision(m.ReleaseOutcome.RELEASED, compares, gone)
+
+        return await self._ledger.decide(attempt)
 
     async def freed(self, holder: m.Holder) -> None:
         """The engine has freed the blocks, for whatever reason: drop all that is on record of them."""
-        for _ in range(ATTEMPTS):
-            holding = await self._ledger.holding(holder)
-            operations: list[Operation] = [Delete(keys.order(holder))]
-            compares = [holding.unchanged()]
+
+        def attempt() -> Decision[None]:
+            ledger = self._ledger
+            holding, order = ledger.holding(holder), ledger.order(holder)
+            compares = [holding.unchanged(), order.unchanged()]
+            writes: list[Write] = [] if order.value is None else [Delete(order.key)]
             if holding.value is not None:
-                operations.append(Delete(holding.key))
+                writes.append(Delete(holding.key))
                 if holding.value.claim_id:
-                    operations.append(Delete(keys.claim(holding.value.claim_id)))
+                    writes.append(Delete(keys.claim(holding.value.claim_id)))
                 else:
-                    location = await self._ledger.location_at(holding.value.location_key)
+                    location = ledger.location_at(holding.value.location_key)
+                    compares.append(location.unchanged())
                     if location.value is not None and location.value.holder == holder:
-                        compares.append(location.unchanged())
-                        operations.append(Delete(location.key))
-            if await self._ledger.write(compares, operations):
-                return
-        raise ContentionError
+                        writes.append(Delete(location.key))
+            return Decision(None, compares, writes)
+
+        await self._ledger.decide(attempt)
 
     async def end_conversation(
         self, key: m.ConversationKey, reason: m.ReleaseReason = m.ReleaseReason.CONVERSATION_ENDED
     ) -> m.ReleaseOutcome:
         """Release what a conversation retains; a claim is left to its reader. Idempotent."""
-        for _ in range(ATTEMPTS):
-            location = await self._ledger.location(key)
-            if location.value is None:
-                return m.ReleaseOutcome.NOTHING
-            operations = await self.ending(location.value, reason)
-            if await self._ledger.write([location.unchanged()], operations):
-                return m.ReleaseOutcome.RELEASED
-        raise ContentionError
+        return await self._ledger.decide(lambda: self._end_location(keys.location(key), reason))
+
+    def _end_location(
+        self, store_key: bytes, reason: m.ReleaseReason, *, due_only: bool = False
+    ) -> Decision[m.ReleaseOutcome]:
+        location = self._ledger.location_at(store_key)
+        if location.value is None:
+            return Decision(m.ReleaseOutcome.NOTHING, [location.unchanged()])
+        if due_only and location.value.deadline_ms > self._ledger.clock.now_ms():
+            return Decision(m.ReleaseOutcome.NOTHING)
+        ending = self.ending(store_key, location.value, reason)
+        return Decision(m.ReleaseOutcome.RELEASED, [location.unchanged()], ending)
 
     async def evict(self, turns_key: bytes) -> None:
         """Forget a conversation altogether, to make room for newer ones."""
-        store_key = keys.LOCATIONS + turns_key.removeprefix(keys.TURNS)
-        for _ in range(ATTEMPTS):
-            location = await self._ledger.location_at(store_key)
-            operations: list[Operation] = [Delete(turns_key)]
+
+        def attempt() -> Decision[None]:
+            location = self._ledger.location_at(keys.location_of(turns_key))
+            writes: list[Write] = [Delete(turns_key)]
             if location.value is not None:
-                operations += await self.ending(location.value, m.ReleaseReason.CAPACITY)
-            if await self._ledger.write([location.unchanged()], operations):
-                return
+                writes += self.ending(location.key, location.value, m.ReleaseReason.CAPACITY)
+            return Decision(None, [location.unchanged()], writes)
+
+        await self._ledger.decide(attempt)
 
     async def expire_location(self, store_key: bytes) -> bool:
         """End the location at a store key if its deadline has come; its engine is told. True if it ended."""
-        for _ in range(ATTEMPTS):
-            location = await self._ledger.location_at(store_key)
-            if location.value is None or location.value.deadline_ms > self._ledger.clock.now_ms():
-                return False
-            operations = await self.ending(location.value, m.ReleaseReason.EXPIRED)
-            if await self._ledger.write([location.unchanged()], operations):
-                return True
-        return False
+        if self._ledger.mirror.get(store_key) is None:
+            return False
+        reason = m.ReleaseReason.EXPIRED
+        outcome = await self._ledger.decide(lambda: self._end_location(store_key, reason, due_only=True))
+        return outcome is m.ReleaseOutcome.RELEASED
 
     async def finish_claim(self, claim_id: str, owner: str) -> m.ReleaseOutcome:
         """End a claim for its owner and have the blocks freed. Idempotent. Raises NotClaimOwnerError."""
-        for _ in range(ATTEMPTS):
-            claim = await self._ledger.claim(claim_id)
+
+        def attempt() -> Decision[m.ReleaseOutcome]:
+            claim = self._ledger.claim(claim_id)
             if claim.value is None:
-                return m.ReleaseOutcome.NOTHING
+                return Decision(m.ReleaseOutcome.NOTHING, [claim.unchanged()])
             if claim.value.owner != owner:
                 raise NotClaimOwnerError(claim_id)
-            if await self._end_claim(claim, claim.value, m.ReleaseReason.CLAIM_FINISHED):
-                return m.ReleaseOutcome.RELEASED
-        raise ContentionError
+            ending = self._ending_claim(claim.value, m.ReleaseReason.CLAIM_FINISHED)
+            return Decision(m.ReleaseOutcome.RELEASED, [claim.unchanged()], ending)
+
+        return await self._ledger.decide(attempt)
 
     async def time_out_claim(self, claim_id: str) -> bool:
         """End a claim whose deadline and grace have passed; the engine is told. True if it ended."""
-        for _ in range(ATTEMPTS):
-            claim = await self._ledger.claim(claim_id)
+
+        def attempt() -> Decision[m.Holder | None]:
+            claim = self._ledger.claim(claim_id)
             if claim.value is None:
-                return False
+                return Decision(None)
             ends_ms = claim.value.deadline_ms + self._settings.claim_grace_s * 1000
             if ends_ms > self._ledger.clock.now_ms():
-                return False
-            if await self._end_claim(claim, claim.value, m.ReleaseReason.CLAIM_TIMEOUT):
-                holder = claim.value.location.holder
-                log.warning("claim_timed_out", engine_id=holder.engine_id, request_id=holder.request_id)
-                return True
-        return False
+                return Decision(None)
+            ending = self._ending_claim(claim.value, m.ReleaseReason.CLAIM_TIMEOUT)
+            return Decision(claim.value.location.holder, [claim.unchanged()], ending)
 
-    async def _end_claim(self, stored: Stored[m.Claim], claim: m.Claim, reason: m.ReleaseReason) -> bool:
-        order = await self._ledger.put_order(self.order(claim.location.holder, reason))
-        operations = [*self._ledger.drop_claim(claim), order]
-        return await self._ledger.write([stored.unchanged()], operations)
+        holder = await self._ledger.decide(attempt)
+        if holder is not None:
+            log.warning("claim_timed_out", engine_id=holder.engine_id, request_id=holder.request_id)
+        return holder is not None
+
+    def _ending_claim(self, claim: m.Claim, reason: m.ReleaseReason) -> list[Write]:
+        order = self.order(claim.location.holder, reason)
+        return [*self._ledger.drop_claim(claim), self._ledger.keep_order(order)]
 
     async def purge_engine(self, engine_id: str, below_epoch: int) -> int:
-        """Drop all records of an engine's incarnations below an epoch; returns how many holdings."""
-        purged, batch = 0, list[Operation]()
+        """Drop all records of an engine's incarnations below an epoch; returns how many holdings. O(those)."""
+        purged, orders = 0, list[Write]()
         async for item in self._ledger.scan(keys.engine_holdings(engine_id)):
-            holder = keys.holder_of(item.key)
-            if holder.engine_epoch >= below_epoch:
-                continue
-            location_key, claim_id = records.load_holding(item.value)
-            purged += 1
-            if not purged % _YIELD_EVERY:
-                await asyncio.sleep(0)  # a store in memory never waits, and others have to run
-            if claim_id:
-                await self._ledger.write([], [Delete(item.key), Delete(keys.claim(claim_id))])
-                continue
-            location = await self._ledger.location_at(location_key)
-            operations: list[Operation] = [Delete(item.key)]
-            if location.value is not None and location.value.holder == holder:
-                operations.append(Delete(location_key))
-            await self._ledger.write([location.unchanged()], operations)
+            if keys.holder_of(item.key).engine_epoch < below_epoch:
+                purged += 1
+                if not purged % _YIELD_EVERY:
+                    await asyncio.sleep(0)  # a store in memory never waits, and others have to run
+                await self._purge_holding(item)
         async for item in self._ledger.scan(keys.engine_orders(engine_id)):
             if keys.holder_of(item.key).engine_epoch < below_epoch:
-                batch.append(Delete(item.key))
-            if len(batch) == MAX_TXN_OPERATIONS:
-                await self._ledger.write([], batch)
-                batch = []
-        if batch:
-            await self._ledger.write([], batch)
+                orders.append(Delete(item.key))
+            if len(orders) == MAX_TXN_OPERATIONS:
+                await self._ledger.commit([], orders)
+                orders = []
+        if orders:
+            await self._ledger.commit([], orders)
         return purged
+
+    async def _purge_holding(self, item: KeyValue) -> None:
+        holder = keys.holder_of(item.key)
+        location_key, claim_id = records.load_holding(item.value)
+
+        def attempt() -> Decision[None]:
+            writes: list[Write] = [Delete(item.key)]
+            if claim_id:
+                return Decision(None, [], [*writes, Delete(keys.claim(claim_id))])
+            location = self._ledger.location_at(location_key)
+            if location.value is not None and location.value.holder == holder:
+                writes.append(Delete(location_key))
+            return Decision(None, [location.unchanged()], writes)
+
+        await self._ledger.decide(attempt)

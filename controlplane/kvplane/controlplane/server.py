@@ -18,12 +18,14 @@ from kvplane.controlplane.claims import Claims
 from kvplane.controlplane.engine_service import EngineServicer
 from kvplane.controlplane.engines import EngineRegistry
 from kvplane.controlplane.expiry import Sweeper
-from kvplane.controlplane.feed import Feed
+from kvplane.controlplane.fleet_time import FleetTime
 from kvplane.controlplane.interceptors import ErrorInterceptor
 from kvplane.controlplane.ledger import Ledger
 from kvplane.controlplane.location_service import LocationServicer
 from kvplane.controlplane.locations import Locations
+from kvplane.controlplane.mirror import Mirror
 from kvplane.controlplane.releases import Releases
+from kvplane.controlplane.replicas import Replicas
 from kvplane.controlplane.turns import Turns
 from kvplane.store.base import Store
 from kvplane.store.clock import Clock
@@ -48,20 +50,34 @@ class ControlPlane:
     def __init__(self, store: Store, clock: Clock, settings: m.Settings) -> None:
         self.store = store
         self.settings = settings
-        self.feed = Feed(store, clock)
-        ledger = Ledger(store, clock)
+        time = FleetTime(clock)
+        self.mirror = Mirror(store, time, max_staleness_s=settings.max_staleness_s if store.shared else None)
+        ledger = Ledger(store, time, self.mirror)
+        self.replicas = Replicas(ledger, time, settings)
         self.engines = EngineRegistry(ledger, settings)
         self.releases = Releases(ledger, settings)
-        availability = Availability(self.engines, clock, settings)
+        availability = Availability(self.engines, time, settings)
         self.locations = Locations(ledger, self.engines, self.releases, availability, settings)
-        self.turns = Turns(ledger, self.locations, self.feed, settings)
+        self.turns = Turns(ledger, self.locations, availability, settings)
         self.claims = Claims(ledger, availability, self.turns, settings)
-        self.sweeper = Sweeper(self.feed, self.releases, self.engines, clock, settings)
-        self.attachments = Attachments(ledger, self.engines, self.locations, self.releases, self.feed)
+        self.sweeper = Sweeper(
+            self.mirror, self.releases, self.engines, time, settings, rank=self.replicas.rank
+        )
+        self.attachments = Attachments(ledger, self.engines, self.locations, self.releases)
         self.engine_servicer = EngineServicer(self.engines, self.attachments, settings)
         self.location_servicer = LocationServicer(
             ledger, self.engines, self.locations, self.turns, self.claims, self.releases
         )
+
+    def start(self) -> list[asyncio.Task[None]]:
+        """Start what has to run for as long as the control plane does; the tasks are the caller's to cancel."""
+        running = [
+            asyncio.create_task(self.mirror.run(), name="mirror"),
+            asyncio.create_task(self.sweeper.run(), name="sweeper"),
+        ]
+        if self.store.shared:
+            running.append(asyncio.create_task(self.replicas.run(), name="replicas"))
+        return running
 
 
 class ControlPlaneServer:
@@ -101,10 +117,11 @@ class ControlPlaneServer:
                 f"cannot listen on {address}: it is taken, or not an address of this host"
             )
         self._tasks = [
-            asyncio.create_task(self.plane.feed.run(), name="feed"),
-            asyncio.create_task(self.plane.sweeper.run(), name="sweeper"),
+            *self.plane.start(),
             asyncio.create_task(self._watch_health(), name="health"),
         ]
+        if not self.plane.store.shared:
+            await self.plane.mirror.caught_up.wait()
         await self._check_health()
         await server.start()
         log.info("control_plane_started", address=address, port=self.port)
@@ -116,8 +133,9 @@ class ControlPlaneServer:
             await self._check_health()
 
     async def _check_health(self) -> None:
-        """SERVING only while the store answers."""
+        """SERVING only while the store answers and the mirror keeps up with it."""
         try:
+            self.plane.mirror.require_fresh()
             async with asyncio.timeout(_HEALTH_DEADLINE_S):
                 await self.plane.store.get(b"health")
             serving = True
@@ -142,6 +160,7 @@ class ControlPlaneServer:
         await self._set_health(False)
         self.plane.attachments.close()
         await server.stop(grace_s)
+        await self.plane.attachments.aclose()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

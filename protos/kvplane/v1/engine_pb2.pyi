@@ -205,7 +205,7 @@ class Freed(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class AttachEngineRequest(_message.Message):
-    __slots__ = ("sequence", "hello", "announcements", "withdrawals", "renewals", "freed", "load")
+    __slots__ = ("sequence", "hello", "announcements", "withdrawals", "renewals", "freed", "load", "sent_at_ms")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCEMENTS_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +213,7 @@ class AttachEngineRequest(_message.Message):
     RENEWALS_FIELD_NUMBER: _ClassVar[int]
     FREED_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    SENT_AT_MS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     hello: EngineHello
     announcements: _containers.RepeatedCompositeFieldContainer[_common_pb2.Announcement]
@@ -220,7 +221,8 @@ class AttachEngineRequest(_message.Message):
     renewals: _containers.RepeatedCompositeFieldContainer[_common_pb2.Renewal]
     freed: _containers.RepeatedCompositeFieldContainer[Freed]
     load: EngineLoad
-    def __init__(self, sequence: _Optional[int] = ..., hello: _Optional[_Union[EngineHello, _Mapping]] = ..., announcements: _Optional[_Iterable[_Union[_common_pb2.Announcement, _Mapping]]] = ..., withdrawals: _Optional[_Iterable[_Union[Withdrawal, _Mapping]]] = ..., renewals: _Optional[_Iterable[_Union[_common_pb2.Renewal, _Mapping]]] = ..., freed: _Optional[_Iterable[_Union[Freed, _Mapping]]] = ..., load: _Optional[_Union[EngineLoad, _Mapping]] = ...) -> None: ...
+    sent_at_ms: int
+    def __init__(self, sequence: _Optional[int] = ..., hello: _Optional[_Union[EngineHello, _Mapping]] = ..., announcements: _Optional[_Iterable[_Union[_common_pb2.Announcement, _Mapping]]] = ..., withdrawals: _Optional[_Iterable[_Union[Withdrawal, _Mapping]]] = ..., renewals: _Optional[_Iterable[_Union[_common_pb2.Renewal, _Mapping]]] = ..., freed: _Optional[_Iterable[_Union[Freed, _Mapping]]] = ..., load: _Optional[_Union[EngineLoad, _Mapping]] = ..., sent_at_ms: _Optional[int] = ...) -> None: ...
 
 class WithdrawalResult(_message.Message):
     __slots__ = ("request_id", "outcome")

@@ -120,6 +120,11 @@ class Store(ABC):
     InvalidStoreRequestError. Cancelling a `transact` leaves all of it or nothing.
     """
 
+    @property
+    def shared(self) -> bool:
+        """Whether others than this object's users may write to what it stores."""
+        return True
+
     @abstractmethod
     async def get(self, key: bytes) -> KeyValue | None:
         """Return the key's latest committed value, or None."""

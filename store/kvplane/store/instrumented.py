@@ -77,6 +77,11 @@ class InstrumentedStore(Store):
         """
         return self._healthy
 
+    @property
+    def shared(self) -> bool:
+        """See Store."""
+        return self._inner.shared
+
     async def get(self, key: bytes) -> KeyValue | None:
         """See Store."""
         with _Call(self, "get"):

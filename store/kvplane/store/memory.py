@@ -102,6 +102,11 @@ class MemoryStore(Store):
         self._sweeper_wakes_us = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def shared(self) -> bool:
+        """See Store: nobody else can reach it."""
+        return False
+
     async def get(self, key: bytes) -> KeyValue | None:
         """See Store."""
         self._refresh()

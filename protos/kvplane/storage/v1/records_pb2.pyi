@@ -6,7 +6,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class EngineRecord(_message.Message):
-    __slots__ = ("engine_id", "engine_epoch", "role", "endpoint", "data_parallel_rank", "total_blocks", "served_models", "draining", "profile", "registration_id", "lease_id", "registered_at_ms")
+    __slots__ = ("engine_id", "engine_epoch", "role", "endpoint", "data_parallel_rank", "total_blocks", "served_models", "draining", "profile", "registration_id", "lease_id", "registered_at_ms", "stream", "contact")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,8 @@ class EngineRecord(_message.Message):
     REGISTRATION_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     REGISTERED_AT_MS_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    CONTACT_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     engine_epoch: int
     role: int
@@ -31,7 +33,33 @@ class EngineRecord(_message.Message):
     registration_id: str
     lease_id: int
     registered_at_ms: int
-    def __init__(self, engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., role: _Optional[int] = ..., endpoint: _Optional[str] = ..., data_parallel_rank: _Optional[int] = ..., total_blocks: _Optional[int] = ..., served_models: _Optional[_Iterable[str]] = ..., draining: bool = ..., profile: _Optional[_Union[ProfileRecord, _Mapping]] = ..., registration_id: _Optional[str] = ..., lease_id: _Optional[int] = ..., registered_at_ms: _Optional[int] = ...) -> None: ...
+    stream: int
+    contact: int
+    def __init__(self, engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., role: _Optional[int] = ..., endpoint: _Optional[str] = ..., data_parallel_rank: _Optional[int] = ..., total_blocks: _Optional[int] = ..., served_models: _Optional[_Iterable[str]] = ..., draining: bool = ..., profile: _Optional[_Union[ProfileRecord, _Mapping]] = ..., registration_id: _Optional[str] = ..., lease_id: _Optional[int] = ..., registered_at_ms: _Optional[int] = ..., stream: _Optional[int] = ..., contact: _Optional[int] = ...) -> None: ...
+
+class LoadRecord(_message.Message):
+    __slots__ = ("engine_epoch", "running_requests", "waiting_requests", "free_blocks", "retained_blocks", "retained_conversations")
+    ENGINE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_CONVERSATIONS_FIELD_NUMBER: _ClassVar[int]
+    engine_epoch: int
+    running_requests: int
+    waiting_requests: int
+    free_blocks: int
+    retained_blocks: int
+    retained_conversations: int
+    def __init__(self, engine_epoch: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., free_blocks: _Optional[int] = ..., retained_blocks: _Optional[int] = ..., retained_conversations: _Optional[int] = ...) -> None: ...
+
+class PulseRecord(_message.Message):
+    __slots__ = ("time_ms", "version")
+    TIME_MS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    time_ms: int
+    version: str
+    def __init__(self, time_ms: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
 
 class ProfileRecord(_message.Message):
     __slots__ = ("model", "model_revision", "kv_dtype", "block_size", "tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size", "engine_version", "transfer_mode")
@@ -140,3 +168,11 @@ class EpochRecord(_message.Message):
     ENGINE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     engine_epoch: int
     def __init__(self, engine_epoch: _Optional[int] = ...) -> None: ...
+
+class SchemaRecord(_message.Message):
+    __slots__ = ("schema", "least_reader")
+    SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    LEAST_READER_FIELD_NUMBER: _ClassVar[int]
+    schema: int
+    least_reader: int
+    def __init__(self, schema: _Optional[int] = ..., least_reader: _Optional[int] = ...) -> None: ...

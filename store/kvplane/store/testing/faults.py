@@ -84,6 +84,11 @@ class FaultInjectingStore(Store):
                 if not waiting.done():
                     waiting.set_result(None)
 
+    @property
+    def shared(self) -> bool:
+        """See Store."""
+        return self._inner.shared
+
     async def get(self, key: bytes) -> KeyValue | None:
         """See Store."""
         await self._before("get")

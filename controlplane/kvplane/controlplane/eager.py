@@ -1,0 +1,82 @@
+"""Starting coroutines at once: most operations on a store in memory never wait, and need no task then."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Generator, Iterable
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class _Rest(Generic[T]):
+    """Awaitable: the rest of a coroutine that was started by hand and waits for `awaited`."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T], awaited: Any) -> None:
+        self._coroutine = coroutine
+        self._awaited = awaited
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        coroutine, awaited = self._coroutine, self._awaited
+        try:
+            while True:
+                try:
+                    sent = yield awaited
+                except GeneratorExit:
+                    coroutine.close()
+                    raise
+                except BaseException as error:
+                    awaited = coroutine.throw(error)
+                else:
+                    awaited = coroutine.send(sent)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
+async def _finish(rest: _Rest[T]) -> T:
+    return await rest
+
+
+def start(coroutine: Coroutine[Any, Any, T]) -> T | asyncio.Task[T]:
+    """Run a coroutine up to where it waits; returns its result, or a task of what is left.
+
+    Raises what it raises. Until it first waits, the caller's task is the current one. (Python 3.12 has
+    asyncio.eager_task_factory for this; it makes a task in any case.)
+    """
+    try:
+        awaited = coroutine.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    return asyncio.get_running_loop().create_task(_finish(_Rest(coroutine, awaited)))
+
+
+async def gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines concurrently, each started at once, and return their results in order.
+
+    Those that have begun are finished before the first error is raised; the rest are not begun.
+    """
+    outcomes: list[T | asyncio.Task[T]] = []
+    error: Exception | None = None
+    for coroutine in coroutines:
+        if error is not None:
+            coroutine.close()
+            continue
+        try:
+            outcomes.append(start(coroutine))
+        except Exception as raised:
+            error = raised
+    tasks = [outcome for outcome in outcomes if isinstance(outcome, asyncio.Task)]
+    if tasks:
+        try:
+            await asyncio.wait(tasks)
+        except asyncio.CancelledError:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        error = error or next((e for task in tasks if isinstance(e := task.exception(), Exception)), None)
+    if error is not None:
+        raise error
+    return [outcome.result() if isinstance(outcome, asyncio.Task) else outcome for outcome in outcomes]

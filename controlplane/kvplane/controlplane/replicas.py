@@ -1,0 +1,65 @@
+"""The replicas of one store: signs of life, agreed time, and who sweeps first."""
+
+from __future__ import annotations
+
+import secrets
+from importlib.metadata import version
+
+import structlog
+
+from kvplane.controlplane import keys, records
+from kvplane.controlplane import model as m
+from kvplane.controlplane.fleet_time import FleetTime
+from kvplane.controlplane.ledger import Keep, Ledger
+from kvplane.store.base import Event
+from kvplane.store.errors import StoreClosedError, StoreError
+
+log = structlog.get_logger(__name__)
+
+_PULSES_PER_BOUND = 4
+"""Pulses per time that a mirror may be stale, so that one or two may get lost."""
+_ALIVE_MS = 5_000
+
+
+class Replicas:
+    """Writes this replica's pulse and follows those of the others. None of them is special.
+
+    When a pulse comes back through the watch, all that was committed before it has come too: so the mirror's
+    staleness is measured, not assumed. Each pulse tells the time as its replica has it.
+    """
+
+    def __init__(self, ledger: Ledger, time: FleetTime, settings: m.Settings) -> None:
+        self._ledger = ledger
+        self._time = time
+        self._every_s = settings.max_staleness_s / _PULSES_PER_BOUND
+        self._seen: dict[str, int] = {}
+        self.replica_id = secrets.token_hex(8)
+        ledger.mirror.listen(keys.PULSES, self._on_pulse)
+
+    def _on_pulse(self, event: Event) -> None:
+        replica_id = event.key.removeprefix(keys.PULSES).decode()
+        if event.current is None:
+            self._seen.pop(replica_id, None)
+            return
+        time_ms = records.load_pulse(event.current.value)
+        self._time.heard(time_ms)
+        self._seen[replica_id] = time_ms
+
+    def rank(self) -> int:
+        """Return this replica's place among the living ones: 0 for the first. O(replicas)."""
+        since = self._time.now_ms() - _ALIVE_MS
+        return sum(other < self.replica_id for other, time_ms in self._seen.items() if time_ms >= since)
+
+    async def run(self) -> None:
+        """Pulse until the store is closed; the store's being away is a matter of course."""
+        pulse_key, software = keys.pulse(self.replica_id), version("kvplane")
+        while True:
+            now = self._time.now_ms()
+            try:
+                pulse = Keep(pulse_key, records.dump_pulse(now, software), now + _ALIVE_MS)
+                await self._ledger.commit([], [pulse])
+            except StoreClosedError:
+                return
+            except StoreError as error:
+                log.debug("pulse_not_written", cause=str(error))
+            await self._time.sleep(self._every_s)
