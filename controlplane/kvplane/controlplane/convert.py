@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from google.protobuf.duration_pb2 import Duration
 
 from kvplane.controlplane import model as m
@@ -11,9 +13,11 @@ from kvplane.v1 import common_pb2, engine_pb2, location_pb2
 
 def duration(seconds: float) -> Duration:
     """Return seconds as a Duration; below zero becomes zero."""
-    value = Duration()
-    value.FromMilliseconds(max(0, int(seconds * 1000)))
-    return value
+    milliseconds = int(seconds * 1000)
+    if milliseconds <= 0:
+        return Duration()
+    whole, rest = divmod(milliseconds, 1000)
+    return Duration(seconds=whole, nanos=rest * 1_000_000)
 
 
 def key_in(wire: common_pb2.ConversationKey) -> m.ConversationKey:
@@ -83,11 +87,32 @@ def announcement_in(wire: common_pb2.Announcement, delay_s: float = 0.0) -> m.An
     )
 
 
+# Enums of the wire are plain numbers to Python, and classes of their own to the type checker.
+_ANNOUNCE_OUTCOMES = {
+    value: cast(
+        "common_pb2.AnnounceOutcome", common_pb2.AnnounceOutcome.Value(f"ANNOUNCE_OUTCOME_{value.name}")
+    )
+    for value in m.AnnounceOutcome
+}
+_RELEASE_OUTCOMES = {
+    value: cast("common_pb2.ReleaseOutcome", common_pb2.ReleaseOutcome.Value(f"RELEASE_OUTCOME_{value.name}"))
+    for value in m.ReleaseOutcome
+}
+_RELEASE_REASONS = {
+    value: cast("engine_pb2.ReleaseReason", engine_pb2.ReleaseReason.Value(f"RELEASE_REASON_{value.name}"))
+    for value in m.ReleaseReason
+}
+_MISS_REASONS = {
+    value: cast("common_pb2.MissReason", common_pb2.MissReason.Value(f"MISS_REASON_{value.name}"))
+    for value in m.MissReason
+}
+
+
 def announced_out(request_id: str, value: m.Announced) -> common_pb2.AnnouncementResult:
     """Return what became of an announcement as a message."""
     return common_pb2.AnnouncementResult(
         request_id=request_id,
-        outcome=f"ANNOUNCE_OUTCOME_{value.outcome.name}",
+        outcome=_ANNOUNCE_OUTCOMES[value.outcome],
         granted_ttl=duration(value.granted_ttl_s),
         detail=value.detail,
     )
@@ -100,59 +125,77 @@ def renewed_out(request_id: str, granted_s: float | None) -> common_pb2.RenewalR
     )
 
 
-def outcome_out(value: m.ReleaseOutcome) -> str:
-    """Return the wire's name of what became of a release; messages take enum values by name."""
-    return f"RELEASE_OUTCOME_{value.name}"
+def outcome_out(value: m.ReleaseOutcome) -> common_pb2.ReleaseOutcome:
+    """Return what became of a release as the wire has it."""
+    return _RELEASE_OUTCOMES[value]
 
 
-def miss_out(value: m.MissReason) -> str:
-    """Return the wire's name of why nothing is offered."""
-    return f"MISS_REASON_{value.name}"
+def miss_out(value: m.MissReason) -> common_pb2.MissReason:
+    """Return why nothing is offered as the wire has it."""
+    return _MISS_REASONS[value]
 
 
 def order_out(value: m.Order) -> engine_pb2.ReleaseOrder:
     """Return an order as a message."""
-    reason = f"RELEASE_REASON_{value.reason.name}"
+    reason = _RELEASE_REASONS[value.reason]
     return engine_pb2.ReleaseOrder(request_id=value.holder.request_id, reason=reason)
+
+
+# What may be large is written in place: a message handed to another's constructor is copied.
+
+
+def write_location(
+    wire: common_pb2.Location,
+    value: m.Location,
+    now_ms: int,
+    revision: int = 0,
+    *,
+    claimed: bool = False,
+    brief: bool = False,
+) -> None:
+    """Write a location into an empty message; a brief one goes without params and fingerprint."""
+    key, holder = value.key, value.holder
+    into = wire.key
+    into.tenant_id = key.tenant_id
+    into.model = key.model
+    into.adapter = key.adapter
+    into.conversation_id = key.conversation_id
+    wire.engine_id = holder.engine_id
+    wire.engine_epoch = holder.engine_epoch
+    wire.request_id = holder.request_id
+    wire.turn = value.turn
+    wire.token_count = value.token_count
+    wire.block_count = value.block_count
+    if not brief:
+        wire.kv_transfer_params = value.kv_transfer_params
+        fingerprint = wire.fingerprint
+        fingerprint.chunk_tokens = value.fingerprint.chunk_tokens
+        fingerprint.chain = value.fingerprint.chain
+    _write_milliseconds(wire.remaining, value.deadline_ms - now_ms)
+    wire.state = common_pb2.LOCATION_STATE_CLAIMED if claimed else common_pb2.LOCATION_STATE_RETAINED
+    wire.revision = revision
+    wire.endpoint = value.endpoint
+    wire.data_parallel_rank = value.data_parallel_rank
 
 
 def location_out(
     value: m.Location, *, now_ms: int, revision: int = 0, claimed: bool = False, brief: bool = False
 ) -> common_pb2.Location:
-    """Return a location as a message; a brief one goes without params and fingerprint."""
-    key = value.key
-    return common_pb2.Location(
-        key=common_pb2.ConversationKey(
-            tenant_id=key.tenant_id,
-            model=key.model,
-            adapter=key.adapter,
-            conversation_id=key.conversation_id,
-        ),
-        engine_id=value.holder.engine_id,
-        engine_epoch=value.holder.engine_epoch,
-        request_id=value.holder.request_id,
-        turn=value.turn,
-        token_count=value.token_count,
-        block_count=value.block_count,
-        kv_transfer_params=b"" if brief else value.kv_transfer_params,
-        fingerprint=None
-        if brief
-        else common_pb2.Fingerprint(
-            chunk_tokens=value.fingerprint.chunk_tokens, chain=value.fingerprint.chain
-        ),
-        remaining=duration((value.deadline_ms - now_ms) / 1000),
-        state=common_pb2.LOCATION_STATE_CLAIMED if claimed else common_pb2.LOCATION_STATE_RETAINED,
-        revision=revision,
-        endpoint=value.endpoint,
-        data_parallel_rank=value.data_parallel_rank,
-    )
+    """Return a location as a message of its own."""
+    wire = common_pb2.Location()
+    write_location(wire, value, now_ms, revision, claimed=claimed, brief=brief)
+    return wire
 
 
-def claim_out(value: m.Claim, now_ms: int) -> location_pb2.Claim:
-    """Return a claim as a message."""
-    return location_pb2.Claim(
-        claim_id=value.claim_id,
-        owner=value.owner,
-        location=location_out(value.location, now_ms=now_ms, claimed=True),
-        timeout=duration((value.deadline_ms - now_ms) / 1000),
-    )
+def write_claim(wire: location_pb2.Claim, value: m.Claim, now_ms: int) -> None:
+    """Write a claim into an empty message."""
+    wire.claim_id = value.claim_id
+    wire.owner = value.owner
+    write_location(wire.location, value.location, now_ms, claimed=True)
+    _write_milliseconds(wire.timeout, value.deadline_ms - now_ms)
+
+
+def _write_milliseconds(wire: Duration, milliseconds: int) -> None:
+    """Write a duration into an empty message; below zero becomes zero."""
+    wire.seconds, rest = divmod(max(0, milliseconds), 1000)
+    wire.nanos = rest * 1_000_000

@@ -15,8 +15,8 @@ class FleetTime:
     """A Clock that is never behind what any replica has said.
 
     Wall time is read once and carried on by the monotonic clock, so a step of the wall clock moves nothing.
-    A replica whose clock is behind takes over the time of the others as soon as it hears of it: a deadline may
-    then come early, which costs a hit, but never late, which would hand out freed blocks.
+    A replica whose clock is behind takes over the time of the others as soon as it hears of it: a deadline
+    may then come early, which costs a hit, but never late, which would hand out freed blocks.
     """
 
     def __init__(self, clock: Clock) -> None:

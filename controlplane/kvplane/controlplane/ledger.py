@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from kvplane.controlplane import keys, records
+from kvplane.controlplane import eager, keys, records
 from kvplane.controlplane import model as m
 from kvplane.controlplane.errors import ContentionError
 from kvplane.controlplane.mirror import Mirror
@@ -166,9 +166,11 @@ class Ledger:
         operations: list[Operation] = []
         for write in writes:
             if isinstance(write, Keep):
-                while not (lease_id := self._lease_now(write.until_ms)):
-                    await self._grant(write.until_ms)
-                operations.append(Put(write.key, write.value, lease_id))
+                lease = self._leases.get(write.until_ms // _BUCKET_MS)
+                if lease is None or lease.keys >= _KEYS_PER_LEASE:
+                    lease = await self._grant(write.until_ms)
+                lease.keys += 1
+                operations.append(Put(write.key, write.value, lease.lease_id))
             else:
                 operations.append(write)
         began_at = self.clock.monotonic()
@@ -194,22 +196,19 @@ class Ledger:
         ]
         await self.commit(compares, [])
 
-    def _lease_now(self, until_ms: int) -> int:
-        """Return a lease at hand that outlives `until_ms`; 0 if there is none with room."""
-        lease = self._leases.get(max(until_ms, self.clock.now_ms()) // _BUCKET_MS)
-        if lease is None or lease.keys >= _KEYS_PER_LEASE:
-            return 0
-        lease.keys += 1
-        return lease.lease_id
-
-    async def _grant(self, until_ms: int) -> None:
-        """Have a lease with room that outlives `until_ms`; whoever needs it meanwhile waits for the same."""
+    async def _grant(self, until_ms: int) -> _SharedLease:
+        """Return a lease with room that outlives `until_ms`; who needs it meanwhile waits for the same."""
         bucket = max(until_ms, self.clock.now_ms()) // _BUCKET_MS
-        task = self._granting.get(bucket)
-        if task is None:
-            task = self._granting[bucket] = asyncio.create_task(self._start_lease(bucket), name="lease")
-            task.add_done_callback(lambda _: self._granting.pop(bucket))
-        await asyncio.shield(task)
+        while (lease := self._leases.get(bucket)) is None or lease.keys >= _KEYS_PER_LEASE:
+            task = self._granting.get(bucket)
+            if task is None:
+                task = eager.start(self._start_lease(bucket))
+                if task is None:
+                    continue
+                self._granting[bucket] = task
+                task.add_done_callback(lambda _: self._granting.pop(bucket))
+            await asyncio.shield(task)
+        return lease
 
     async def _start_lease(self, bucket: int) -> None:
         """Start a lease that ends ten to thirty seconds after its bucket began; those of a bucket in turn."""

@@ -15,7 +15,7 @@ from kvplane.controlplane.locations import Locations
 from kvplane.controlplane.paging import decode_token, encode_token
 from kvplane.controlplane.releases import Releases
 from kvplane.controlplane.turn_streams import multiplexed
-from kvplane.controlplane.turns import Turns
+from kvplane.controlplane.turns import BegunTurn, Turns
 from kvplane.store.base import Event
 from kvplane.store.errors import CompactedError, FutureRevisionError
 from kvplane.v1 import location_pb2, location_pb2_grpc
@@ -54,41 +54,58 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         result = await self._locations.announce(engine_id, engine_epoch, value)
         return location_pb2.AnnounceLocationResponse(result=convert.announced_out(value.request_id, result))
 
+    # Lookup, begin-turn, claim and release come as calls of their own and over Turns. Each is made in two
+    # steps: `perform` has the answer as a value, `write` puts it where it goes on its way.
+
     async def LookupLocation(
         self, request: location_pb2.LookupLocationRequest, context: Any
     ) -> location_pb2.LookupLocationResponse:
         """See the protos."""
-        validate.key(request.key)
-        known = self._locations.lookup(convert.key_in(request.key))
-        if isinstance(known, m.MissReason):
-            return location_pb2.LookupLocationResponse(miss_reason=convert.miss_out(known))
-        location = convert.location_out(known.location, now_ms=self._now(), revision=known.revision)
-        return location_pb2.LookupLocationResponse(location=location)
+        answer = location_pb2.LookupLocationResponse()
+        self.write_known(answer, await self.perform_lookup(request))
+        return answer
 
     async def BeginTurn(
         self, request: location_pb2.BeginTurnRequest, context: Any
     ) -> location_pb2.BeginTurnResponse:
         """See the protos."""
-        validate.key(request.key)
-        request_id = validate.text("request_id", request.request_id)
-        wait_s = validate.wait(request.wait) if request.HasField("wait") else None
-        begun = await self._turns.begin(convert.key_in(request.key), request_id, wait_s)
-        if isinstance(begun.known, m.MissReason):
-            miss = convert.miss_out(begun.known)
-            return location_pb2.BeginTurnResponse(turn=begun.turn, miss_reason=miss)
-        location = convert.location_out(
-            begun.known.location, now_ms=self._now(), revision=begun.known.revision
-        )
-        return location_pb2.BeginTurnResponse(turn=begun.turn, location=location)
+        answer = location_pb2.BeginTurnResponse()
+        self.write_begun(answer, await self.perform_begin(request))
+        return answer
 
     async def ClaimLocation(
         self, request: location_pb2.ClaimLocationRequest, context: Any
     ) -> location_pb2.ClaimLocationResponse:
         """See the protos."""
+        answer = location_pb2.ClaimLocationResponse()
+        self.write_claimed(answer, await self.perform_claim(request))
+        return answer
+
+    async def ReleaseLocation(
+        self, request: location_pb2.ReleaseLocationRequest, context: Any
+    ) -> location_pb2.ReleaseLocationResponse:
+        """See the protos."""
+        outcome = await self.perform_release(request)
+        return location_pb2.ReleaseLocationResponse(outcome=convert.outcome_out(outcome))
+
+    async def perform_lookup(self, request: location_pb2.LookupLocationRequest) -> m.Found | m.MissReason:
+        """Validate and perform LookupLocation."""
+        validate.key(request.key)
+        return self._locations.lookup(convert.key_in(request.key))
+
+    async def perform_begin(self, request: location_pb2.BeginTurnRequest) -> BegunTurn:
+        """Validate and perform BeginTurn."""
+        validate.key(request.key)
+        request_id = validate.text("request_id", request.request_id)
+        wait_s = validate.wait(request.wait) if request.HasField("wait") else None
+        return await self._turns.begin(convert.key_in(request.key), request_id, wait_s)
+
+    async def perform_claim(self, request: location_pb2.ClaimLocationRequest) -> m.Claim | m.MissReason:
+        """Validate and perform ClaimLocation."""
         validate.key(request.key)
         if request.turn < 0:
             raise InvalidFieldError("turn", "must not be negative")
-        outcome = await self._claims.claim(
+        return await self._claims.claim(
             convert.key_in(request.key),
             validate.text("request_id", request.request_id),
             validate.text("owner", request.owner),
@@ -96,32 +113,50 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
             turn=request.turn,
             wait_s=validate.wait(request.wait) if request.HasField("wait") else None,
         )
-        if isinstance(outcome, m.MissReason):
-            return location_pb2.ClaimLocationResponse(miss_reason=convert.miss_out(outcome))
-        return location_pb2.ClaimLocationResponse(claim=convert.claim_out(outcome, self._now()))
 
-    async def ReleaseLocation(
-        self, request: location_pb2.ReleaseLocationRequest, context: Any
-    ) -> location_pb2.ReleaseLocationResponse:
-        """See the protos."""
+    async def perform_release(self, request: location_pb2.ReleaseLocationRequest) -> m.ReleaseOutcome:
+        """Validate and perform ReleaseLocation."""
         target = request.WhichOneof("target")
         if target == "end_conversation":
             validate.key(request.end_conversation.key, "end_conversation.key")
-            outcome = await self._releases.end_conversation(convert.key_in(request.end_conversation.key))
-        elif target == "finish_claim":
-            outcome = await self._releases.finish_claim(
+            return await self._releases.end_conversation(convert.key_in(request.end_conversation.key))
+        if target == "finish_claim":
+            return await self._releases.finish_claim(
                 validate.text("finish_claim.claim_id", request.finish_claim.claim_id),
                 validate.text("finish_claim.owner", request.finish_claim.owner),
             )
-        elif target == "withdraw":
+        if target == "withdraw":
             engine_id = validate.text("withdraw.engine_id", request.withdraw.engine_id)
             engine_epoch = validate.epoch("withdraw.engine_epoch", request.withdraw.engine_epoch)
             request_id = validate.text("withdraw.request_id", request.withdraw.request_id)
             await self._engines.require(engine_id, engine_epoch)
-            outcome = await self._releases.withdraw(m.Holder(engine_id, engine_epoch, request_id))
+            return await self._releases.withdraw(m.Holder(engine_id, engine_epoch, request_id))
+        raise InvalidFieldError("target", "must be one of end_conversation, finish_claim, withdraw")
+
+    def write_known(
+        self,
+        answer: location_pb2.LookupLocationResponse | location_pb2.BeginTurnResponse,
+        known: m.Found | m.MissReason,
+    ) -> None:
+        """Write what is known of a conversation."""
+        if isinstance(known, m.MissReason):
+            answer.miss_reason = convert.miss_out(known)
         else:
-            raise InvalidFieldError("target", "must be one of end_conversation, finish_claim, withdraw")
-        return location_pb2.ReleaseLocationResponse(outcome=convert.outcome_out(outcome))
+            convert.write_location(answer.location, known.location, self._now(), known.revision)
+
+    def write_begun(self, answer: location_pb2.BeginTurnResponse, begun: BegunTurn) -> None:
+        """Write a begun turn."""
+        answer.turn = begun.turn
+        self.write_known(answer, begun.known)
+
+    def write_claimed(
+        self, answer: location_pb2.ClaimLocationResponse, outcome: m.Claim | m.MissReason
+    ) -> None:
+        """Write a claim, or why there is none."""
+        if isinstance(outcome, m.MissReason):
+            answer.miss_reason = convert.miss_out(outcome)
+        else:
+            convert.write_claim(answer.claim, outcome, self._now())
 
     async def RenewLocations(
         self, request: location_pb2.RenewLocationsRequest, context: Any

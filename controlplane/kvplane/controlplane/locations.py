@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from kvplane.controlplane import keys, records
 from kvplane.controlplane import model as m
 from kvplane.controlplane.availability import Availability
 from kvplane.controlplane.engines import EngineRegistry
-from kvplane.controlplane.errors import EngineDrainingError, InvalidFieldError
+from kvplane.controlplane.errors import (
+    EngineDrainingError,
+    InvalidFieldError,
+    StaleEpochError,
+    SupersededStreamError,
+    UnknownEngineError,
+)
 from kvplane.controlplane.ledger import Decision, Ledger, Write, same_state
 from kvplane.controlplane.releases import Releases
 
@@ -44,9 +48,12 @@ class Locations:
         Raises UnknownEngineError, StaleEpochError, SupersededStreamError, EngineDrainingError,
         InvalidFieldError, ContentionError.
         """
-        await self._engines.require(engine_id, engine_epoch, stream)
         holder = m.Holder(engine_id, engine_epoch, value.request_id)
-        return await self._ledger.decide(lambda: self._announce(holder, value, stream))
+        try:
+            return await self._ledger.decide(lambda: self._announce(holder, value, stream))
+        except (UnknownEngineError, StaleEpochError, SupersededStreamError):
+            await self._engines.require(engine_id, engine_epoch, stream)  # the mirror may have been behind
+            return await self._ledger.decide(lambda: self._announce(holder, value, stream))
 
     def _announce(self, holder: m.Holder, value: m.Announcement, stream: int) -> Decision[m.Announced]:
         ledger = self._ledger
@@ -78,7 +85,7 @@ class Locations:
         writes: list[Write] = []
         if current is not None:
             if is_known:
-                location = replace(location, not_before_ms=current.not_before_ms, unknown=current.unknown)
+                location = location._replace(not_before_ms=current.not_before_ms, unknown=current.unknown)
                 if abs(location.deadline_ms - current.deadline_ms) < _SAME_MS:
                     return Decision(self._accepted(current), compares)
             else:
@@ -86,8 +93,7 @@ class Locations:
         writes.append(ledger.keep_location(location_key, location))
         writes.append(ledger.keep_holding(holding.key, location_key, location.deadline_ms))
         if value.turn > known.settled_turn or value.turn > known.latest_turn or turns.value is None:
-            settled = replace(
-                known,
+            settled = known._replace(
                 latest_turn=max(known.latest_turn, value.turn),
                 settled_turn=max(known.settled_turn, value.turn),
             )
@@ -97,20 +103,21 @@ class Locations:
     def _location(self, holder: m.Holder, value: m.Announcement, engine: m.Engine) -> m.Location:
         now = self._ledger.clock.now_ms()
         ttl_s = min(value.ttl_s, self._settings.max_location_ttl_s)
-        quarantine_s = self._settings.claim_life_s
-        not_before_ms = engine.registered_at_ms + round(quarantine_s * 1000) if value.reannounced else 0
+        not_before_ms = 0
+        if value.reannounced:
+            not_before_ms = engine.registered_at_ms + round(self._settings.claim_life_s * 1000)
         return m.Location(
-            key=value.key,
-            holder=holder,
-            turn=value.turn,
-            token_count=value.token_count,
-            block_count=value.block_count,
-            kv_transfer_params=value.kv_transfer_params,
-            fingerprint=value.fingerprint,
-            deadline_ms=now + int(ttl_s * 1000),
-            not_before_ms=not_before_ms if not_before_ms > now else 0,
-            endpoint=engine.spec.endpoint or value.endpoint,
-            data_parallel_rank=engine.spec.data_parallel_rank,
+            value.key,
+            holder,
+            value.turn,
+            value.token_count,
+            value.block_count,
+            value.kv_transfer_params,
+            value.fingerprint,
+            now + int(ttl_s * 1000),
+            not_before_ms if not_before_ms > now else 0,
+            engine.spec.endpoint or value.endpoint,
+            engine.spec.data_parallel_rank,
         )
 
     def _accepted(self, location: m.Location) -> m.Announced:
@@ -158,7 +165,7 @@ class Locations:
         if location is None or location.holder != holder or location.deadline_ms <= now:
             return Decision(None, compares)
         granted_s = min(ttl_s, self._settings.max_location_ttl_s)
-        renewed = replace(location, deadline_ms=now + int(granted_s * 1000))
+        renewed = location._replace(deadline_ms=now + int(granted_s * 1000))
         writes: list[Write] = [
             ledger.keep_location(stored.key, renewed),
             ledger.keep_holding(holding.key, stored.key, renewed.deadline_ms),

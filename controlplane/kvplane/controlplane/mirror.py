@@ -32,8 +32,9 @@ _YIELD_EVERY = 256
 class Mirror:
     """A copy of all records, and the one watch that feeds it.
 
-    `max_staleness_s` None is for a store that only this process writes to: there the copy cannot be behind.
-    Otherwise a copy that has not been confirmed for longer refuses to answer.
+    A store whose contents are at hand needs no copy: they are read where they are. `max_staleness_s` None is
+    for a store that only this process writes to: there the copy cannot be behind. Otherwise a copy that has
+    not been confirmed for longer refuses to answer.
     """
 
     def __init__(self, store: Store, clock: Clock, *, max_staleness_s: float | None = None) -> None:
@@ -41,6 +42,9 @@ class Mirror:
         self._clock = clock
         self._max_staleness_s = max_staleness_s
         self._items: dict[bytes, KeyValue] = {}
+        live = store.observe(self._dispatch)
+        self._records = self._items if live is None else live
+        self._is_live = live is not None
         self._gone: dict[bytes, int] = {}  # removals that are known, but that the watch has yet to bring
         self._revision = 0  # all changes up to here have been applied
         self._confirmed_at = float("-inf")
@@ -53,11 +57,11 @@ class Mirror:
 
     def get(self, key: bytes) -> KeyValue | None:
         """Return a record as last known."""
-        return self._items.get(key)
+        return self._records.get(key)
 
     def __len__(self) -> int:
         """Return how many records are known."""
-        return len(self._items)
+        return len(self._records)
 
     @property
     def staleness_s(self) -> float:
@@ -78,6 +82,8 @@ class Mirror:
 
     def committed(self, revision: int, operations: Sequence[Operation], began_at: float) -> None:
         """Apply our own transaction at once; its write began at `began_at` of the monotonic clock."""
+        if self._is_live:
+            return
         for operation in operations:
             key = operation.key
             if isinstance(operation, Put):
@@ -94,6 +100,8 @@ class Mirror:
 
     def found(self, revision: int, compares: Sequence[Compare], found: Sequence[KeyValue | None]) -> None:
         """Apply what a failed transaction brought."""
+        if self._is_live:
+            return
         for compare, item in zip(compares, found, strict=True):
             self._apply(compare.key, item, revision if item is None else item.mod_revision)
 
@@ -122,7 +130,10 @@ class Mirror:
     # Following.
 
     async def run(self) -> None:
-        """Follow the store until it is closed."""
+        """Follow the store until it is closed. Nothing to do for one whose contents are at hand."""
+        if self._is_live:
+            self.caught_up.set()
+            return
         while True:
             try:
                 if not self._revision:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 # Numbers are those of the public protos, so that stored records and wire agree; a test checks it.
 #
+# What is made several times per operation is a named tuple: as frozen as a dataclass, at a third of its cost.
+#
 # Values that are read from the store and written back have a last member `unknown`: the fields of the stored
-# record that only a newer version understands, as read, never looked into. `replace` carries them along; a
-# value made anew (a new turn, a new registration) has none. They count in comparisons: two values are equal
-# if their records are.
+# record that only a newer version understands, as read, never looked into. Replacing members carries them
+# along; a value made anew (a new turn, a new registration) has none. They count in comparisons: two values
+# are equal if their records are.
 
 
 class EngineRole(IntEnum):
@@ -92,7 +94,7 @@ class Settings:
     in_flight_window_s: float = 600.0
     """A turn that was not announced by then is no longer waited for."""
     max_staleness_s: float = 2.0
-    """A replica that has not been able to tell for this long that it knows the store's state gives no answers.
+    """A replica that could not make sure for this long that it knows the store's state gives no answers.
 
     For stores shared with other replicas."""
     max_conversations: int = 1_000_000
@@ -109,8 +111,7 @@ class Settings:
         return round((self.max_location_ttl_s + self.in_flight_window_s) * 1000)
 
 
-@dataclass(frozen=True, slots=True)
-class ConversationKey:
+class ConversationKey(NamedTuple):
     """Names a conversation. Equal only if all four are."""
 
     tenant_id: str
@@ -119,16 +120,14 @@ class ConversationKey:
     conversation_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
+class Fingerprint(NamedTuple):
     """Chain of 8-byte hashes, one per `chunk_tokens` tokens."""
 
     chunk_tokens: int
     chain: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(NamedTuple):
     """Whose blocks: one request of one incarnation of one engine. Unique for good."""
 
     engine_id: str
@@ -136,8 +135,7 @@ class Holder:
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(NamedTuple):
     """A location on record. `deadline_ms` and `not_before_ms` are of the control plane's clock."""
 
     key: ConversationKey
@@ -154,8 +152,7 @@ class Location:
     unknown: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(NamedTuple):
     """One reader's exclusive right to a location."""
 
     claim_id: str
@@ -219,8 +216,7 @@ class Engine:
     unknown: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class Turns:
+class Turns(NamedTuple):
     """What is remembered of a conversation's turns; see TurnRecord in the storage protos."""
 
     latest_turn: int = 0
@@ -231,8 +227,7 @@ class Turns:
     unknown: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class Announcement:
+class Announcement(NamedTuple):
     """A retained turn as its engine announces it; `ttl_s` began before it was sent."""
 
     key: ConversationKey
@@ -247,8 +242,7 @@ class Announcement:
     reannounced: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Announced:
+class Announced(NamedTuple):
     """What became of an announcement; `granted_ttl_s` is the life its record has."""
 
     outcome: AnnounceOutcome
@@ -256,8 +250,7 @@ class Announced:
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
+class Order(NamedTuple):
     """An order to an engine to free one request's blocks."""
 
     holder: Holder
@@ -265,8 +258,7 @@ class Order:
     deadline_ms: int
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """A hit, with the store revision of the record."""
 
     location: Location

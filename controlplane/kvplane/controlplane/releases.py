@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import structlog
 
@@ -43,7 +42,7 @@ class Releases:
     def _quarantine(self, location: m.Location) -> m.Claim:
         """Nobody reads by this claim, so it goes without params and fingerprint, which may be large."""
         holder = location.holder
-        location = replace(location, kv_transfer_params=b"", fingerprint=m.Fingerprint(0, b""))
+        location = location._replace(kv_transfer_params=b"", fingerprint=m.Fingerprint(0, b""))
         grace_ms = round(self._settings.claim_grace_s * 1000)
         name = f"quarantine/{holder.engine_id}/{holder.engine_epoch}/{holder.request_id}"
         return m.Claim(name, "", location, location.not_before_ms - grace_ms)
@@ -170,7 +169,7 @@ class Releases:
         return [*self._ledger.drop_claim(claim), self._ledger.keep_order(order)]
 
     async def purge_engine(self, engine_id: str, below_epoch: int) -> int:
-        """Drop all records of an engine's incarnations below an epoch; returns how many holdings. O(those)."""
+        """Drop all records of an engine's incarnations below an epoch; returns how many holdings."""
         purged, orders = 0, list[Write]()
         async for item in self._ledger.scan(keys.engine_holdings(engine_id)):
             if keys.holder_of(item.key).engine_epoch < below_epoch:

@@ -70,7 +70,7 @@ class ControlPlane:
         )
 
     def start(self) -> list[asyncio.Task[None]]:
-        """Start what has to run for as long as the control plane does; the tasks are the caller's to cancel."""
+        """Start what has to run as long as the control plane does; the tasks are the caller's to cancel."""
         running = [
             asyncio.create_task(self.mirror.run(), name="mirror"),
             asyncio.create_task(self.sweeper.run(), name="sweeper"),

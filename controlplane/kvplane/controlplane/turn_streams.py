@@ -3,114 +3,143 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from typing import Protocol
 
 import structlog
 
-from kvplane.controlplane import validate
+from kvplane.controlplane import convert, eager, validate
+from kvplane.controlplane import model as m
 from kvplane.controlplane.errors import InvalidFieldError, status_of
+from kvplane.controlplane.turns import BegunTurn
 from kvplane.v1 import location_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
-MAX_OUTSTANDING = 256
+MAX_OUTSTANDING = 512
 """Operations of one stream that are under way or whose answer is not taken; then it is not read further."""
 
 
 class Operations(Protocol):
-    """The unary handlers that a stream's operations are given to."""
+    """How a stream's operations are made: each performed, then its answer written; see LocationServicer."""
 
-    def LookupLocation(
-        self, request: pb.LookupLocationRequest, context: None
-    ) -> Awaitable[pb.LookupLocationResponse]:
-        """See the protos."""
+    async def perform_lookup(self, request: pb.LookupLocationRequest) -> m.Found | m.MissReason:
+        """Perform a lookup."""
 
-    def BeginTurn(self, request: pb.BeginTurnRequest, context: None) -> Awaitable[pb.BeginTurnResponse]:
-        """See the protos."""
+    async def perform_begin(self, request: pb.BeginTurnRequest) -> BegunTurn:
+        """Perform a begin-turn."""
 
-    def ClaimLocation(
-        self, request: pb.ClaimLocationRequest, context: None
-    ) -> Awaitable[pb.ClaimLocationResponse]:
-        """See the protos."""
+    async def perform_claim(self, request: pb.ClaimLocationRequest) -> m.Claim | m.MissReason:
+        """Perform a claim."""
 
-    def ReleaseLocation(
-        self, request: pb.ReleaseLocationRequest, context: None
-    ) -> Awaitable[pb.ReleaseLocationResponse]:
-        """See the protos."""
+    async def perform_release(self, request: pb.ReleaseLocationRequest) -> m.ReleaseOutcome:
+        """Perform a release."""
 
+    def write_known(self, answer: pb.LookupLocationResponse, known: m.Found | m.MissReason) -> None:
+        """Write the answer to a lookup."""
 
-async def _perform(handlers: Operations, operation: pb.TurnsOperation) -> pb.TurnsResult:
-    kind = operation.WhichOneof("operation")
-    try:
-        if kind == "lookup":
-            return pb.TurnsResult(
-                id=operation.id, lookup=await handlers.LookupLocation(operation.lookup, None)
-            )
-        if kind == "begin_turn":
-            answer = await handlers.BeginTurn(operation.begin_turn, None)
-            return pb.TurnsResult(id=operation.id, begin_turn=answer)
-        if kind == "claim":
-            return pb.TurnsResult(id=operation.id, claim=await handlers.ClaimLocation(operation.claim, None))
-        if kind == "release":
-            released = await handlers.ReleaseLocation(operation.release, None)
-            return pb.TurnsResult(id=operation.id, release=released)
-        raise InvalidFieldError("operation", "must be one of lookup, begin_turn, claim, release")
-    except Exception as error:
-        code, message, reason, _ = status_of(error, f"turns-{operation.id}")
-        if reason == "INTERNAL":
-            log.error("rpc_failed", rpc="Turns", request_id=f"turns-{operation.id}", exc_info=error)
-        failed = pb.TurnsError(code=code.value[0], message=message, reason=reason)
-        return pb.TurnsResult(id=operation.id, error=failed)
+    def write_begun(self, answer: pb.BeginTurnResponse, begun: BegunTurn) -> None:
+        """Write the answer to a begin-turn."""
+
+    def write_claimed(self, answer: pb.ClaimLocationResponse, outcome: m.Claim | m.MissReason) -> None:
+        """Write the answer to a claim."""
 
 
-async def multiplexed(
-    handlers: Operations, requests: AsyncIterator[pb.TurnsRequest]
-) -> AsyncIterator[pb.TurnsResponse]:
-    """Perform operations as they come, concurrently; answer with all results that are ready, together."""
-    ready: list[pb.TurnsResult] = []
-    changed = asyncio.Event()
-    slots = asyncio.Semaphore(MAX_OUTSTANDING)
-    running: set[asyncio.Task[None]] = set()
-    failure: list[Exception] = []
-    finished = False
+_Outcome = m.Found | m.MissReason | BegunTurn | m.Claim | m.ReleaseOutcome
 
-    async def perform(operation: pb.TurnsOperation) -> None:
-        ready.append(await _perform(handlers, operation))
-        changed.set()
 
-    async def read() -> None:
-        nonlocal finished
+class _Stream:
+    """One stream: what is under way, and the answers that are ready to go."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+        self._room = MAX_OUTSTANDING
+        self._has_room = asyncio.Event()
+        self._running: set[asyncio.Task[None]] = set()
+        self._ready = pb.TurnsResponse()
+        self._changed = asyncio.Event()
+        self._finished = False
+        self._failure: Exception | None = None
+
+    async def _perform(self, operation: pb.TurnsOperation) -> None:
+        """Make one operation and put its answer among those that are ready."""
+        make, kind = self._operations, operation.WhichOneof("operation")
+        try:
+            if kind == "begin_turn":
+                begun = await make.perform_begin(operation.begin_turn)
+                make.write_begun(self._ready.results.add(id=operation.id).begin_turn, begun)
+            elif kind == "claim":
+                outcome = await make.perform_claim(operation.claim)
+                make.write_claimed(self._ready.results.add(id=operation.id).claim, outcome)
+            elif kind == "lookup":
+                known = await make.perform_lookup(operation.lookup)
+                make.write_known(self._ready.results.add(id=operation.id).lookup, known)
+            elif kind == "release":
+                released = convert.outcome_out(await make.perform_release(operation.release))
+                self._ready.results.add(id=operation.id).release.outcome = released
+            else:
+                raise InvalidFieldError("operation", "must be one of lookup, begin_turn, claim, release")
+        except Exception as error:
+            code, message, reason, _ = status_of(error, f"turns-{operation.id}")
+            if reason == "INTERNAL":
+                log.error("rpc_failed", rpc="Turns", request_id=f"turns-{operation.id}", exc_info=error)
+            failed = self._ready.results.add(id=operation.id).error
+            failed.code, failed.message, failed.reason = code.value[0], message, reason
+
+    async def _read(self, requests: AsyncIterator[pb.TurnsRequest]) -> None:
         try:
             async for request in requests:
-                validate.batch("operations", len(request.operations), least=1)
-                for operation in request.operations:
-                    await slots.acquire()
-                    task = asyncio.create_task(perform(operation))
-                    running.add(task)
-                    task.add_done_callback(running.discard)
-            await asyncio.gather(*running)
+                operations = request.operations
+                validate.batch("operations", len(operations), least=1)
+                for operation in operations:
+                    while self._room <= 0:
+                        self._has_room.clear()
+                        self._changed.set()
+                        await self._has_room.wait()
+                    self._room -= 1
+                    begun = eager.start(self._perform(operation))
+                    if begun is not None:
+                        self._running.add(begun)
+                        begun.add_done_callback(self._done)
+                if self._ready.results:
+                    self._changed.set()
+            if self._running:
+                await asyncio.wait(self._running)
         except Exception as error:
-            failure.append(error)
-        finished = True
-        changed.set()
+            self._failure = error
+        self._finished = True
+        self._changed.set()
 
-    reading = asyncio.create_task(read())
-    try:
-        while True:
-            await changed.wait()
-            changed.clear()
-            if ready:
-                results, ready[:] = list(ready), []
-                yield pb.TurnsResponse(results=results)
-                for _ in results:
-                    slots.release()
-            if failure:
-                raise failure[0]
-            if finished and not ready:
-                return
-    finally:
-        tasks = [reading, *running]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        self._changed.set()
+
+    async def serve(self, requests: AsyncIterator[pb.TurnsRequest]) -> AsyncIterator[pb.TurnsResponse]:
+        """Perform all operations; yield answers as long as the caller takes them."""
+        reading = asyncio.create_task(self._read(requests))
+        try:
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                if self._ready.results:
+                    answer, self._ready = self._ready, pb.TurnsResponse()
+                    count = len(answer.results)
+                    yield answer
+                    self._room += count
+                    self._has_room.set()
+                if self._failure is not None:
+                    raise self._failure
+                if self._finished and not self._ready.results and not self._running:
+                    return
+        finally:
+            tasks = [reading, *self._running]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def multiplexed(
+    operations: Operations, requests: AsyncIterator[pb.TurnsRequest]
+) -> AsyncIterator[pb.TurnsResponse]:
+    """Perform operations as they come, concurrently; answer with all results that are ready, together."""
+    return _Stream(operations).serve(requests)

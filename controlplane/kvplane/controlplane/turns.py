@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvplane.controlplane import keys
 from kvplane.controlplane import model as m
@@ -70,8 +70,7 @@ class Turns:
             return Decision((BegunTurn(last.latest_turn, known), 0), compares)
         now = ledger.clock.now_ms()
         in_flight = last.latest_turn > last.settled_turn and last.in_flight_until_ms > now
-        begun = replace(
-            last,
+        begun = last._replace(
             latest_turn=max(last.latest_turn + 1, now),
             request_id=request_id,
             in_flight_until_ms=now + self._window_ms,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from urllib.parse import urlsplit
 
+import orjson
 from google.protobuf.duration_pb2 import Duration
 
 from kvplane.controlplane.errors import InvalidFieldError
@@ -28,6 +28,8 @@ PARAMS_NEEDED = ("remote_engine_id", "remote_request_id", "remote_host", "remote
 
 def text(field: str, value: str, *, most: int = MAX_ID_BYTES, optional: bool = False) -> str:
     """Return the value if it is not empty (unless optional) and not too long."""
+    if 0 < len(value) <= most // 4:  # no character takes more than four bytes
+        return value
     if not value and not optional:
         raise InvalidFieldError(field, "must not be empty")
     if len(value.encode()) > most:
@@ -168,13 +170,14 @@ def _params(raw: bytes, engine_id: str, field: str) -> None:
     if len(raw) > MAX_PARAMS_BYTES:
         raise InvalidFieldError(field, f"must be at most {MAX_PARAMS_BYTES} bytes")
     try:
-        params = json.loads(raw)
-    except (ValueError, RecursionError):
+        params = orjson.loads(raw)
+    except ValueError:
         raise InvalidFieldError(field, "must be a JSON object") from None
     if not isinstance(params, dict):
         raise InvalidFieldError(field, "must be a JSON object")
     for name in PARAMS_NEEDED:
-        if params.get(name) in (None, "", []):
+        value = params.get(name)
+        if value is None or value == "" or value == []:
             raise InvalidFieldError(f"{field}.{name}", "is missing: the reader could not reach the blocks")
     if params["remote_engine_id"] != engine_id:
         raise InvalidFieldError(f"{field}.remote_engine_id", "must be the announcing engine's own id")

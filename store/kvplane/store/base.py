@@ -8,10 +8,10 @@ until it is compacted. Which meaning the keys have is none of the store's busine
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 MAX_KEY_BYTES = 4096
 MAX_VALUE_BYTES = 1_400_000
@@ -24,8 +24,10 @@ MIN_LEASE_TTL_S = 2
 """etcd turns shorter ones into this."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeyValue:
+# These are made several times per transaction, hence named tuples: they cost a third of a frozen dataclass.
+
+
+class KeyValue(NamedTuple):
     """A key as stored.
 
     `mod_revision` is the revision of its last put, `create_revision` of the first put since it was last
@@ -39,16 +41,14 @@ class KeyValue:
     lease_id: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Compare:
+class Compare(NamedTuple):
     """Holds if the key's mod_revision equals `mod_revision`; 0 means that the key is absent."""
 
     key: bytes
     mod_revision: int
 
 
-@dataclass(frozen=True, slots=True)
-class Put:
+class Put(NamedTuple):
     """Write a key. With a lease, the key goes when the lease ends; 0 takes it off any lease."""
 
     key: bytes
@@ -56,8 +56,7 @@ class Put:
     lease_id: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Delete:
+class Delete(NamedTuple):
     """Remove a key; removing an absent key changes nothing."""
 
     key: bytes
@@ -66,8 +65,7 @@ class Delete:
 Operation = Put | Delete
 
 
-@dataclass(frozen=True, slots=True)
-class Transaction:
+class Transaction(NamedTuple):
     """What became of a transaction: nothing was written unless `succeeded`.
 
     `revision` is the store's after it. `found` tells, of one that failed, what lies under each compared key
@@ -96,8 +94,7 @@ class Lease:
     ttl_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One key's change. `current` is None for a removal; `previous` is None for a key that was absent."""
 
     key: bytes
@@ -105,8 +102,7 @@ class Event:
     previous: KeyValue | None
 
 
-@dataclass(frozen=True, slots=True)
-class EventBatch:
+class EventBatch(NamedTuple):
     """All changes of one revision below the watched prefix; each key at most once."""
 
     revision: int
@@ -124,6 +120,14 @@ class Store(ABC):
     def shared(self) -> bool:
         """Whether others than this object's users may write to what it stores."""
         return True
+
+    def observe(self, listener: Callable[[Event], None]) -> Mapping[bytes, KeyValue] | None:
+        """Return the live contents, if they are at hand, and from then on have `listener` told of each change.
+
+        At once, that is, within the call that makes it; the listener must not block, raise or call the store.
+        None where that is not to be had: follow a watch.
+        """
+        return None
 
     @abstractmethod
     async def get(self, key: bytes) -> KeyValue | None:

@@ -46,23 +46,28 @@ def check_watch(prefix: bytes, from_revision: int) -> None:
 
 
 def check_transaction(compares: Sequence[Compare], operations: Sequence[Operation]) -> None:
-    """Raise InvalidStoreRequestError for what `Store.transact` cannot take. O(bytes of the keys)."""
+    """Raise InvalidStoreRequestError for what `Store.transact` cannot take. O(operations)."""
     if len(compares) > MAX_TXN_OPERATIONS or len(operations) > MAX_TXN_OPERATIONS:
         raise InvalidStoreRequestError(
             f"a transaction has at most {MAX_TXN_OPERATIONS} compares and as many operations,"
             f" not {len(compares)} and {len(operations)}"
         )
     size = 0
-    for compare in compares:
-        check_key(compare.key)
-        size += len(compare.key)
-        if compare.mod_revision < 0:
-            raise InvalidStoreRequestError(
-                f"a revision to compare with is at least 0, not {compare.mod_revision}"
-            )
+    for key, mod_revision in compares:
+        length = len(key)
+        if not 0 < length <= MAX_KEY_BYTES:
+            check_key(key)
+        size += length
+        if mod_revision < 0:
+            raise InvalidStoreRequestError(f"a revision to compare with is at least 0, not {mod_revision}")
+    written = set()
     for operation in operations:
-        check_key(operation.key)
-        size += len(operation.key)
+        key = operation.key
+        length = len(key)
+        if not 0 < length <= MAX_KEY_BYTES:
+            check_key(key)
+        written.add(key)
+        size += length
         if isinstance(operation, Put):
             length = len(operation.value)
             if length > MAX_VALUE_BYTES:
@@ -72,7 +77,7 @@ def check_transaction(compares: Sequence[Compare], operations: Sequence[Operatio
         raise InvalidStoreRequestError(
             f"a transaction's keys and values have at most {MAX_TXN_BYTES} bytes together, not {size}"
         )
-    if len(operations) > 1 and len({operation.key for operation in operations}) < len(operations):
+    if len(written) < len(operations):
         raise InvalidStoreRequestError("a transaction writes a key at most once")
 
 

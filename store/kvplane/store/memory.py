@@ -11,7 +11,7 @@ import asyncio
 import contextvars
 import heapq
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvplane.store.base import (
@@ -101,11 +101,17 @@ class MemoryStore(Store):
         self._sweeper: asyncio.Task[None] | None = None
         self._sweeper_wakes_us = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._listeners: list[Callable[[Event], None]] = []
 
     @property
     def shared(self) -> bool:
         """See Store: nobody else can reach it."""
         return False
+
+    def observe(self, listener: Callable[[Event], None]) -> Mapping[bytes, KeyValue]:
+        """See Store. A key whose lease is due is there until the store's task, or the next call, ends it."""
+        self._listeners.append(listener)
+        return self._items
 
     async def get(self, key: bytes) -> KeyValue | None:
         """See Store."""
@@ -139,8 +145,9 @@ class MemoryStore(Store):
             if (0 if found is None else found.mod_revision) != compare.mod_revision:
                 now = tuple(items.get(other.key) for other in compares)
                 return Transaction(False, self._revision, now)
+        leases = self._leases
         for operation in operations:
-            if isinstance(operation, Put) and operation.lease_id and operation.lease_id not in self._leases:
+            if isinstance(operation, Put) and operation.lease_id and operation.lease_id not in leases:
                 raise LeaseNotFoundError(operation.lease_id)
         revision = self._revision + 1
         events: list[Event] = []
@@ -149,7 +156,8 @@ class MemoryStore(Store):
                 events.append(self._put(operation, revision))
             elif operation.key in items:
                 events.append(self._remove(operation.key))
-        self._commit(events)
+        if events:
+            self._commit(events)
         return Transaction(True, self._revision)
 
     async def grant_lease(self, ttl_s: float) -> Lease:
@@ -218,7 +226,8 @@ class MemoryStore(Store):
         """Bring the store up to the present. Raises StoreClosedError."""
         if self._closed:
             raise StoreClosedError("the store is closed")
-        if self._leases:
+        deadlines = self._deadlines
+        if deadlines and deadlines[0][0] <= self._clock.monotonic() * 1_000_000 + 0.5:
             self._end_due_leases()
 
     def _put(self, put: Put, revision: int) -> Event:
@@ -257,6 +266,9 @@ class MemoryStore(Store):
             revision - self._oldest >= self._history_revisions or self._history_size > self._history_bytes
         ):
             self._forget_oldest()
+        for listener in self._listeners:
+            for event in events:
+                listener(event)
         if self._waiters:
             for waiter in [w for w in self._waiters if any(e.key.startswith(w.prefix) for e in events)]:
                 del self._waiters[waiter]
@@ -372,9 +384,11 @@ class _MemoryWatch(AsyncIterator[EventBatch]):
 
 def _weight(batch: EventBatch) -> int:
     """Return about how many bytes a batch holds: a previous value may be shared, but need not be."""
-    return sum(
-        len(event.key)
-        + (0 if event.current is None else len(event.current.value))
-        + (0 if event.previous is None else len(event.previous.value))
-        for event in batch.events
-    )
+    size = 0
+    for key, current, previous in batch.events:
+        size += len(key)
+        if current is not None:
+            size += len(current.value)
+        if previous is not None:
+            size += len(previous.value)
+    return size
