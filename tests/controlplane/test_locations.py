@@ -300,3 +300,20 @@ async def test_a_turn_that_nobody_gave_is_refused_and_poisons_nothing(rig: Rig) 
         await rig.announce(engine, announcement("q", 2**63 - 1))
     await rig.retain(engine, "q1")
     assert isinstance(await rig.claim(), m.Claim)
+
+
+async def test_an_older_turn_announced_again_is_not_freed_under_its_reader(rig: Rig) -> None:
+    """Its engine lost its lease, not its blocks; the claim of the incarnation before may still be read."""
+    engine = await rig.engine()
+    first, second = await rig.begin("q1"), await rig.begin("q2")
+    await rig.announce(engine, announcement("q1", first))
+    assert isinstance(await rig.claim(), m.Claim)
+    await rig.announce(engine, announcement("q2", second))
+    engine = await rig.engine()
+    outcome = await rig.announce(engine, announcement("q1", first, reannounced=True))
+    assert outcome.outcome is m.AnnounceOutcome.SUPERSEDED
+    assert await rig.orders(engine) == {}
+    await rig.keep_alive(engine, 39.0)
+    assert await rig.orders(engine) == {}
+    await rig.keep_alive(engine, 2.0)
+    assert await rig.orders(engine) == {"q1": m.ReleaseReason.CLAIM_TIMEOUT}

@@ -74,14 +74,15 @@ class Locations:
         if value.turn > max(known.latest_turn, ledger.clock.now_ms() + _TURN_AHEAD_MS):
             raise InvalidFieldError("announcement.turn", "is no number that BeginTurn has given")
         is_known = current is not None and current.holder == holder
+        location = self._location(holder, value, engine)
         if not is_known:
             if engine.draining:
                 raise EngineDrainingError(engine.spec.engine_id)
             if value.turn < max(known.settled_turn, 0 if current is None else current.turn):
-                superseded = self._releases.order(holder, m.ReleaseReason.SUPERSEDED)
                 answer = m.Announced(m.AnnounceOutcome.SUPERSEDED)
-                return Decision(answer, compares, [ledger.keep_order(superseded)])
-        location = self._location(holder, value, engine)
+                return Decision(
+                    answer, compares, self._releases.replacing(location, m.ReleaseReason.SUPERSEDED)
+                )
         writes: list[Write] = []
         if current is not None:
             if is_known:
