@@ -10,6 +10,8 @@ happened to the claim's record meanwhile; and never longer than the life of the 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from kvplane.controlplane import model as m
 from kvplane.controlplane.errors import DomainError
-from tests.controlplane.harness import Rig, announcement, key, running
+from kvplane.store.memory import MemoryStore
+from kvplane.store.testing import ManualClock, settle
+from tests.controlplane.harness import Rig, SharedStore, announcement, key, replica, running
 
 CONVERSATIONS = st.sampled_from(["a", "b"])
 ENGINES = st.sampled_from(["d1", "d2"])
@@ -47,13 +51,16 @@ class History(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
-        self.context = running()
+        self.context = self.start()
         self.rig: Rig = self.run(self.context.__aenter__())
         self.engines: dict[str, m.Engine] = {}
         self.hold_until: dict[str, float] = {}
         self.blocks: dict[str, Blocks] = {}
         self.newest: dict[str, int] = {}
         self.count = 0
+
+    def start(self) -> AbstractAsyncContextManager[Rig]:
+        return running()
 
     def run(self, awaitable: Any) -> Any:
         return self.loop.run_until_complete(awaitable)
@@ -184,6 +191,9 @@ class History(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 8.0, 30.0]))
     def wait(self, seconds: float) -> None:
+        self.pass_time(seconds)
+
+    def pass_time(self, seconds: float) -> None:
         async def pass_time() -> None:
             left = seconds
             while left > 0:
@@ -202,5 +212,44 @@ class History(RuleBasedStateMachine):
                     self.free(request_id, reason.name)
 
 
+class FleetHistory(History):
+    """The same over three replicas, each of which may be behind: its watch brings nothing for a while."""
+
+    def start(self) -> AbstractAsyncContextManager[Rig]:
+        return self.replicas()
+
+    @asynccontextmanager
+    async def replicas(self) -> AsyncIterator[Rig]:
+        clock = ManualClock()
+        async with AsyncExitStack() as stack:
+            memory = await stack.enter_async_context(MemoryStore(clock))
+            self.stores = [SharedStore(memory) for _ in range(3)]
+            planes = [await stack.enter_async_context(replica(store, clock)) for store in self.stores]
+            self.planes = planes
+            yield Rig(planes[0], clock, memory)
+
+    @rule(number=st.integers(0, 2))
+    def talk_to(self, number: int) -> None:
+        self.rig.plane = self.planes[number]
+
+    @rule(number=st.integers(0, 2))
+    def fall_behind(self, number: int) -> None:
+        self.stores[number].watching.clear()
+
+    @rule(number=st.integers(0, 2))
+    def catch_up(self, number: int) -> None:
+        self.stores[number].watching.set()
+        self.run(settle())
+
+    @rule(seconds=st.sampled_from([0.5, 3.0, 8.0, 30.0]))
+    def wait(self, seconds: float) -> None:
+        """A replica that is behind for long gives no answers, which another test shows: so all catch up."""
+        for number in range(3):
+            self.catch_up(number)
+        self.pass_time(seconds)
+
+
 TestHistory = History.TestCase
 TestHistory.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestFleetHistory = FleetHistory.TestCase
+TestFleetHistory.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)

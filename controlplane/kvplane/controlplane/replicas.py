@@ -19,6 +19,7 @@ log = structlog.get_logger(__name__)
 _PULSES_PER_BOUND = 4
 """Pulses per time that a mirror may be stale, so that one or two may get lost."""
 _ALIVE_MS = 5_000
+_VERSION = version("kvplane")
 
 
 class Replicas:
@@ -52,11 +53,11 @@ class Replicas:
 
     async def run(self) -> None:
         """Pulse until the store is closed; the store's being away is a matter of course."""
-        pulse_key, software = keys.pulse(self.replica_id), version("kvplane")
+        pulse_key = keys.pulse(self.replica_id)
         while True:
             now = self._time.now_ms()
             try:
-                pulse = Keep(pulse_key, records.dump_pulse(now, software), now + _ALIVE_MS)
+                pulse = Keep(pulse_key, records.dump_pulse(now, _VERSION), now + _ALIVE_MS)
                 await self._ledger.commit([], [pulse])
             except StoreClosedError:
                 return
