@@ -204,12 +204,14 @@ class Mirror:
                 if known.mod_revision == revision and current is not None:
                     self._items[key] = current  # the same: let the store's own object be the only one
                 return
-        elif current is None or self._gone.get(key, 0) >= revision:
+        elif self._gone.get(key, 0) >= revision:
             return
         if current is None:
-            del self._items[key]
             if revision > self._revision:
                 self._gone[key] = revision
+            if known is None:
+                return
+            del self._items[key]
         else:
             self._items[key] = current
             self._gone.pop(key, None)

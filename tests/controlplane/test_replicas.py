@@ -1,0 +1,275 @@
+"""Several replicas over one store: one truth, bounded staleness, one time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import pytest
+
+from kvplane.controlplane import model as m
+from kvplane.controlplane.errors import StaleEpochError, SupersededStreamError
+from kvplane.controlplane.fleet_time import FleetTime
+from kvplane.controlplane.server import ControlPlane
+from kvplane.store.clock import Clock
+from kvplane.store.errors import StoreUnavailableError
+from kvplane.store.memory import MemoryStore
+from kvplane.store.testing import ManualClock, settle
+from kvplane.v1 import engine_pb2
+from tests.controlplane.harness import Rig, SharedStore, announcement, key, replica
+
+
+class SteppedClock:
+    """A machine's clock whose wall time is wrong by `step_ms`, which may change."""
+
+    def __init__(self, clock: ManualClock, step_ms: int = 0) -> None:
+        self._clock = clock
+        self.step_ms = step_ms
+
+    def now_ms(self) -> int:
+        return self._clock.now_ms() + self.step_ms
+
+    def monotonic(self) -> float:
+        return self._clock.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        await self._clock.sleep(seconds)
+
+
+class Fleet:
+    """Replicas that share a store."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self.clock = ManualClock()
+        self.memory = MemoryStore(self.clock)
+        self.stores: list[SharedStore] = []
+        self.rigs: list[Rig] = []
+        self._stack = stack
+
+    async def add(self, clock: Clock | None = None) -> Rig:
+        store = SharedStore(self.memory)
+        plane = await self._stack.enter_async_context(replica(store, clock or self.clock))
+        self.stores.append(store)
+        rig = Rig(plane, self.clock, self.memory)
+        self.rigs.append(rig)
+        return rig
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[Fleet]:
+    async with AsyncExitStack() as stack:
+        fleet = Fleet(stack)
+        await stack.enter_async_context(fleet.memory)
+        for _ in range(2):
+            await fleet.add()
+        yield fleet
+
+
+async def test_what_one_knows_the_other_offers(fleet: Fleet) -> None:
+    one, other = fleet.rigs
+    engine = await one.engine()
+    await one.retain(engine, "q1")
+    await settle()
+    assert isinstance(await other.lookup(), m.Found)
+    assert isinstance(await other.claim(), m.Claim)
+    assert await one.claim("rival") is m.MissReason.CLAIMED
+
+
+async def test_a_thousand_double_claims_on_two_replicas_have_one_winner_each(fleet: Fleet) -> None:
+    one, other = fleet.rigs
+    engine = await one.engine()
+    for number in range(1000):
+        conversation = key(f"c{number}")
+        await fleet.rigs[number % 2].retain(engine, "q" + str(number), conversation)
+        attempts = [
+            rig.claim(f"{name}/{number}", name, conversation) for name, rig in (("a", one), ("b", other))
+        ]
+        outcomes = await asyncio.gather(*attempts)
+        assert sum(isinstance(outcome, m.Claim) for outcome in outcomes) == 1
+        assert m.MissReason.CLAIMED in outcomes
+
+
+async def test_a_replica_that_is_behind_decides_right_all_the_same(fleet: Fleet) -> None:
+    ahead, behind = fleet.rigs
+    engine = await ahead.engine()
+    await ahead.retain(engine, "q0", key("gone"))
+    await settle()
+    fleet.stores[1].watching.clear()
+    assert isinstance(await ahead.claim("a", conversation=key("gone")), m.Claim)
+    assert await behind.claim("b", conversation=key("gone")) is m.MissReason.CLAIMED
+    turn = await ahead.retain(engine, "q1")
+    begun = await behind.plane.turns.begin(key(), "next", 0.0)
+    assert begun.turn > turn
+    assert isinstance(begun.known, m.Found)
+    withdrawn = await behind.plane.releases.withdraw(m.Holder("d", engine.engine_epoch, "q1"))
+    assert withdrawn is m.ReleaseOutcome.RELEASED
+    newer = await ahead.engine()
+    result = await behind.announce(newer, announcement("q2", await behind.begin("q2")))
+    assert result.outcome is m.AnnounceOutcome.ACCEPTED
+    with pytest.raises(StaleEpochError):
+        await behind.announce(engine, announcement("q3", await behind.begin("q3")))
+
+
+async def test_a_replica_cut_off_for_too_long_gives_no_answers_and_comes_back(fleet: Fleet) -> None:
+    one, other = fleet.rigs
+    engine = await one.engine()
+    await one.retain(engine, "q1")
+    await settle()
+    fleet.stores[1].watching.clear()
+    await fleet.clock.advance(1.9)
+    assert isinstance(await other.lookup(), m.Found)
+    await fleet.clock.advance(1.0)
+    assert other.plane.mirror.staleness_s > 2.0
+    with pytest.raises(StoreUnavailableError):
+        await other.lookup()
+    with pytest.raises(StoreUnavailableError):
+        await other.claim()
+    assert one.plane.mirror.staleness_s < 2.0
+    fleet.stores[1].watching.set()
+    await fleet.clock.advance(1.0)
+    assert isinstance(await other.lookup(), m.Found)
+
+
+async def test_a_pulse_that_cannot_be_written_makes_the_replica_stale_too(fleet: Fleet) -> None:
+    """It may hear of others' changes still, but cannot know that it heard of all."""
+    fleet.stores[1].fail_next("transact", times=100)
+    await fleet.clock.advance(3.0)
+    with pytest.raises(StoreUnavailableError):
+        await fleet.rigs[1].lookup()
+
+
+@pytest.mark.parametrize("step_ms", [-60_000, 60_000])
+async def test_a_replica_whose_clock_is_wrong_hands_nothing_out_late(fleet: Fleet, step_ms: int) -> None:
+    clock = SteppedClock(fleet.clock, step_ms)
+    wrong = await fleet.add(clock)
+    await fleet.clock.advance(1.0)
+    right = fleet.rigs[0]
+    engine = await right.engine()
+    for number, rig in enumerate((right, wrong)):
+        await rig.retain(engine, f"q{number}", key(f"c{number}"), ttl_s=70)
+    clock.step_ms = -step_ms
+    await right.keep_alive(engine, 59.0)
+    for number in range(2):
+        assert isinstance(await wrong.lookup(key(f"c{number}")), m.Found)
+    await right.keep_alive(engine, 2.0)
+    for rig in (right, wrong):
+        for number in range(2):
+            claimed = await rig.claim(f"x{number}", conversation=key(f"c{number}"))
+            assert claimed is m.MissReason.EXPIRING
+
+
+def test_fleet_time_follows_the_one_ahead_and_no_step() -> None:
+    manual = ManualClock()
+    clock = SteppedClock(manual)
+    time = FleetTime(clock)
+    start = manual.now_ms()
+    clock.step_ms = -60_000
+    assert time.now_ms() == start
+    time.heard(start - 5)
+    assert time.now_ms() == start
+    time.heard(start + 500)
+    manual.jump(1.0)
+    assert time.now_ms() == start + 1500
+
+
+async def test_only_the_first_living_replica_sweeps_at_once(fleet: Fleet) -> None:
+    await fleet.clock.advance(1.0)
+    ranks = [rig.plane.replicas.rank() for rig in fleet.rigs]
+    assert sorted(ranks) == [0, 1]
+    fleet.stores[ranks.index(0)].set_unavailable(True)  # the first is no more
+    await fleet.clock.advance(7.0)
+    assert fleet.rigs[ranks.index(1)].plane.replicas.rank() == 0
+
+
+async def test_whoever_lives_sweeps_in_the_end(fleet: Fleet) -> None:
+    one = fleet.rigs[0]
+    engine = await one.engine()
+    await one.retain(engine, "q1", ttl_s=5)
+    await fleet.clock.advance(1.0)
+    ranks = [rig.plane.replicas.rank() for rig in fleet.rigs]
+    fleet.stores[ranks.index(0)].set_unavailable(True)
+    living = fleet.rigs[ranks.index(1)]
+    await living.keep_alive(engine, 9.0)
+    assert await living.orders(engine) == {"q1": m.ReleaseReason.EXPIRED}
+
+
+async def attach(plane: ControlPlane, engine: m.Engine) -> tuple[AsyncIterator[object], asyncio.Event]:
+    """Attach the engine at a replica; returns the stream, and what ends it when set."""
+    ended = asyncio.Event()
+
+    async def requests() -> AsyncIterator[engine_pb2.AttachEngineRequest]:
+        hello = engine_pb2.EngineHello(engine_id="d", engine_epoch=engine.engine_epoch)
+        yield engine_pb2.AttachEngineRequest(sequence=1, hello=hello)
+        await ended.wait()
+
+    stream = plane.attachments.serve(requests())
+    await anext(stream)
+    return stream, ended
+
+
+async def test_an_engine_that_attaches_elsewhere_voids_its_stream_here(fleet: Fleet) -> None:
+    one, other = fleet.rigs
+    engine = await one.engine()
+    old, _ = await attach(one.plane, engine)
+    fleet.stores[0].watching.clear()  # the first replica does not hear of it
+    new, ended = await attach(other.plane, engine)
+    turn = await one.begin("q1")
+    with pytest.raises(SupersededStreamError):
+        await one.plane.locations.announce("d", engine.engine_epoch, announcement("q1", turn), stream=1)
+    result = await other.plane.locations.announce(
+        "d", engine.engine_epoch, announcement("q1", turn), stream=2
+    )
+    assert result.outcome is m.AnnounceOutcome.ACCEPTED
+    fleet.stores[0].watching.set()
+    with pytest.raises(SupersededStreamError):
+        await anext(old)
+    await settle()
+    assert isinstance(await one.lookup(), m.Found), "the end of the old stream says nothing"
+    ended.set()
+    with pytest.raises(StopAsyncIteration):
+        await anext(new)
+
+
+async def test_all_replicas_hear_of_a_broken_stream(fleet: Fleet) -> None:
+    one, other = fleet.rigs
+    engine = await one.engine()
+    await one.retain(engine, "q1")
+    stream, ended = await attach(one.plane, engine)
+    await settle()
+    assert isinstance(await other.lookup(), m.Found)
+    ended.set()
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+    await settle()
+    assert await other.lookup() is m.MissReason.ENGINE_GONE
+    again, ended = await attach(other.plane, engine)
+    await settle()
+    assert isinstance(await one.lookup(), m.Found)
+    ended.set()
+    with pytest.raises(StopAsyncIteration):
+        await anext(again)
+
+
+async def test_a_drain_and_a_load_are_known_to_all(fleet: Fleet) -> None:
+    one, other = fleet.rigs
+    engine = await one.engine()
+    await one.plane.engines.renew("d", engine.engine_epoch, m.EngineLoad(running_requests=7))
+    await other.plane.engines.drain("d")
+    await settle()
+    [live], _ = await one.plane.engines.list(after="", limit=10)
+    assert live.engine.draining
+    assert live.load == m.EngineLoad(running_requests=7)
+
+
+async def test_what_a_message_spent_on_its_way_is_taken_off_the_life_it_announces(fleet: Fleet) -> None:
+    rig = fleet.rigs[0]
+    engine = await rig.engine()
+    at = ("d", engine.engine_epoch)
+    attachments = rig.plane.attachments
+    assert attachments.delay_s(at, sent_at_ms=5_000) == 0.0
+    await fleet.clock.advance(1.0)
+    assert attachments.delay_s(at, sent_at_ms=6_000) == pytest.approx(0.0)
+    await rig.keep_alive(engine, 30.0)
+    assert attachments.delay_s(at, sent_at_ms=7_000) == pytest.approx(29.0)
+    assert attachments.delay_s(at, sent_at_ms=0) == 0.0, "not said"
