@@ -9,6 +9,7 @@ import pytest
 import structlog
 
 from kvplane.client import events as ev
+from kvplane.client.address import checked_address, grpc_target
 from kvplane.client.client import ControlPlaneClient
 from kvplane.client.model import (
     Announcement,
@@ -373,3 +374,13 @@ async def test_a_fault_in_the_owner_does_not_end_the_session(rig: Rig) -> None:
     rig.announce("a")
     await until(lambda: rig.plane.streams == 2 and rig.session.attached)
     await until(lambda: len(rig.of(ev.Announced)) == 2)
+
+
+def test_addresses_become_grpc_targets() -> None:
+    for address, target in (
+        ("plane:1", "plane:1"),
+        ("dns:///plane:1", "dns:///plane:1"),
+        ("10.0.0.5:1, 10.0.0.6:1", "ipv4:10.0.0.5:1,10.0.0.6:1"),
+        ("[fd00::5]:1,[fd00::6]:1", "ipv6:[fd00::5]:1,[fd00::6]:1"),
+    ):
+        assert grpc_target(checked_address(address)) == target

@@ -226,7 +226,7 @@ async def test_a_lease_that_ended_meanwhile_is_replaced(filled: Rig, empty: Faul
 async def test_a_store_that_stays_away_is_an_error(filled: Rig, empty: FaultInjectingStore) -> None:
     dump = await dump_of(filled.store)
     await ensure_schema(empty)
-    empty.fail_next("transact", times=5)
+    empty.fail_next("transact", times=50)
     with pytest.raises(StoreUnavailableError):
         await restore_dump(empty, ManualClock(), dump, turns_kept_ms=KEPT_MS)
 

@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+import ipaddress
+
 _TARGET_SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:")
 
 
 def checked_address(value: str) -> str:
-    """Return "host:port", several of them with commas between, or a gRPC target, as it was given.
+    """Return "host:port", "ip:port,ip:port,...", or a gRPC target, as it was given.
 
     Raises ValueError with what is wrong.
     """
     if value.startswith(_TARGET_SCHEMES):
         return value
-    for part in value.split(","):
+    parts = value.split(",")
+    for part in parts:
         if "://" in part:
             raise ValueError(f"{part!r} is a URL; give host:port")
         host, colon, port = part.strip().rpartition(":")
         if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ValueError(f"{part!r} is not host:port")
+        if len(parts) > 1 and not _is_ip(host):
+            raise ValueError(
+                f"{part!r}: a list takes IP addresses; for names, give one that resolves to all"
+                " replicas, as dns:///NAME:PORT"
+            )
     return value
+
+
+def grpc_target(address: str) -> str:
+    """Return the gRPC target of a checked address."""
+    parts = [part.strip() for part in address.split(",")]
+    if address.startswith(_TARGET_SCHEMES) or len(parts) == 1:
+        return address
+    is_ipv6 = any(part.startswith("[") for part in parts)
+    return f"{'ipv6' if is_ipv6 else 'ipv4'}:{','.join(parts)}"
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True

@@ -11,6 +11,7 @@ import grpc
 
 from kvplane.client import convert
 from kvplane.client import model as m
+from kvplane.client.address import grpc_target
 from kvplane.client.errors import ControlPlaneUnavailableError, from_rpc_error
 from kvplane.v1 import engine_pb2, engine_pb2_grpc, location_pb2, location_pb2_grpc
 
@@ -40,8 +41,8 @@ _SERVICE_CONFIG = json.dumps(
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
-    """Open a plaintext channel to "host:port", "host:port,host:port" (literal IPs) or a gRPC target."""
-    target = f"ipv4:{address}" if "," in address and "://" not in address else address
+    """Open a plaintext channel to an address as `checked_address` takes it; calls go round the replicas."""
+    target = grpc_target(address)
     options: list[tuple[str, Any]] = [
         ("grpc.service_config", _SERVICE_CONFIG),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

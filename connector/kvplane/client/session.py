@@ -27,6 +27,10 @@ from kvplane.v1 import engine_pb2
 FIRST_RETRY_S = 0.2
 LAST_RETRY_S = 1.0
 CONNECT_S = 2.0
+# Shares of the engine's lease: with several replicas, two that hang can be given up before it ends.
+_HEARTBEAT = 0.2
+_SILENCE = 0.3
+_FIRST_ANSWER_S = 2.0  # a replica that does not answer the first message is given up for the next
 _TICK_S = 1.0  # how often a changed load is looked for
 _SETTLE_S = 2.0  # how long a new incarnation waits for answers to withdrawals
 
@@ -176,14 +180,16 @@ class EngineSession:
                 role=str(self._spec.role),
             )
             self._on_event(ev.Registered(self._registration, self._incarnations == 1))
-        silence_s = self._registration.lease_ttl_s / 2
+        silence_s = _SILENCE * self._registration.lease_ttl_s
         self._stream += 1
         self._outbox.restart()
         answers = self._client.attach_engine(self._messages(self._stream, self._registration))
         try:
+            patience_s = min(_FIRST_ANSWER_S, silence_s)
             while not self._closing:
-                async with asyncio.timeout(silence_s):
+                async with asyncio.timeout(patience_s):
                     message = await anext(answers)
+                patience_s = silence_s
                 self._receive(message)
                 if self._restart_by is not None and self._settled():
                     self._registration = None
@@ -191,7 +197,7 @@ class EngineSession:
         except StopAsyncIteration:
             return
         except TimeoutError as error:
-            raise ControlPlaneUnavailableError(f"no answer for {silence_s:g} s") from error
+            raise ControlPlaneUnavailableError(f"no answer for {patience_s:g} s") from error
         finally:
             self._stream += 1
             self.wake()
@@ -205,7 +211,7 @@ class EngineSession:
         hello: engine_pb2.EngineHello | None = engine_pb2.EngineHello(
             engine_id=self._spec.engine_id, engine_epoch=registration.engine_epoch
         )
-        heartbeat_s = registration.lease_ttl_s / 3
+        heartbeat_s = _HEARTBEAT * registration.lease_ttl_s
         said = self._monotonic()
         while stream == self._stream and not self._closing:
             self._wake.clear()
@@ -218,7 +224,7 @@ class EngineSession:
                     self._on_event(ev.Dropped(request_id, "expired"))
                 self._sequence += 1
                 self._unacknowledged[self._sequence] = _Sent(now, batch)
-                message = _to_wire(self._sequence, batch)
+                message = _to_wire(self._sequence, batch, sent_at_ms=max(1, int(now * 1000)))
                 if hello:
                     message.hello.CopyFrom(hello)
                     hello = None
@@ -292,9 +298,10 @@ class EngineSession:
         )
 
 
-def _to_wire(sequence: int, batch: Batch) -> engine_pb2.AttachEngineRequest:
+def _to_wire(sequence: int, batch: Batch, *, sent_at_ms: int) -> engine_pb2.AttachEngineRequest:
     return engine_pb2.AttachEngineRequest(
         sequence=sequence,
+        sent_at_ms=sent_at_ms,
         announcements=[convert.announcement_to_wire(announcement) for announcement in batch.announcements],
         withdrawals=[engine_pb2.Withdrawal(request_id=request_id) for request_id in batch.withdrawals],
         renewals=[convert.renewal_to_wire(request_id, ttl_s) for request_id, ttl_s in batch.renewals.items()],

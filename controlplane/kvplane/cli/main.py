@@ -10,8 +10,11 @@ import typer
 
 from kvplane.cli import options as o
 from kvplane.cli import run
+from kvplane.cli.bench import bench_app
 from kvplane.cli.config import Config, ConfigError, load_config
 from kvplane.cli.logs import configure_logs
+from kvplane.cli.store import store_app
+from kvplane.store.url import without_password
 
 app = typer.Typer(
     name="kvplane",
@@ -22,6 +25,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Look at the configuration.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config")
+app.add_typer(store_app, name="store")
+app.add_typer(bench_app, name="bench")
 
 
 def _version(show: bool) -> None:
@@ -61,6 +66,7 @@ def serve(
     min_remaining: o.MinRemaining = None,
     claim_timeout: o.ClaimTimeout = None,
     engine_lease: o.EngineLease = None,
+    max_staleness: o.MaxStaleness = None,
     turn_wait: o.TurnWait = None,
     max_conversations: o.MaxConversations = None,
     drain_timeout: o.DrainTimeout = None,
@@ -129,7 +135,8 @@ def config_show(config: o.ConfigFile = None) -> None:
     """Print the effective configuration, from file, environment and defaults."""
     effective = _load({"config": config})
     for name in Config.model_fields:
-        typer.echo(f"{name} = {getattr(effective, name)!r}")
+        value = getattr(effective, name)
+        typer.echo(f"{name} = {(without_password(value) if name == 'store' else value)!r}")
 
 
 def main() -> int:

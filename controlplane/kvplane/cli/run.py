@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import ipaddress
 import secrets
 import signal
@@ -14,6 +15,7 @@ import uvloop
 
 from kvplane.cli.config import Config
 from kvplane.controlplane.model import Settings
+from kvplane.controlplane.schema import SchemaError
 from kvplane.controlplane.server import AddressInUseError, ControlPlaneServer
 from kvplane.router.app import RouterServer, RouterStartError
 from kvplane.router.policy import PathMode, Thresholds
@@ -43,10 +45,21 @@ def until_signalled(program: Program, config: Config) -> None:
         await program(config, stop)
         log.info("stopped")
 
+    _tune_collector()
     try:
         uvloop.run(runner())
-    except (RouterStartError, SettingsError, StoreUrlError) as error:
+    except (RouterStartError, SchemaError, SettingsError, StoreUrlError) as error:
         raise StartError(str(error)) from None
+
+
+def _tune_collector() -> None:
+    """Keep the cyclic garbage collector from walking over all records, which stops everything for seconds.
+
+    Records are in no cycles and go by their reference counts; what is young is still collected.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 1_000_000_000)
 
 
 def _check_reach(host: str, flag: str, config: Config) -> None:
@@ -70,8 +83,8 @@ def _joined(host: str, port: int) -> str:
 
 
 @asynccontextmanager
-async def _control_plane(config: Config) -> AsyncIterator[int]:
-    """Run a control plane; gives its port."""
+async def _control_plane(config: Config) -> AsyncIterator[ControlPlaneServer]:
+    """Run a control plane."""
     _check_reach(config.grpc_host, "grpc-host", config)
     clock = SystemClock()
     settings = Settings(
@@ -80,16 +93,17 @@ async def _control_plane(config: Config) -> AsyncIterator[int]:
         claim_timeout_s=config.claim_timeout,
         engine_lease_s=config.engine_lease,
         in_flight_wait_s=config.turn_wait,
+        max_staleness_s=config.max_staleness,
         max_conversations=config.max_conversations,
     )
     async with open_store(config.store, clock) as store:
         server = ControlPlaneServer(store, clock, settings)
         try:
             try:
-                port = await server.start(_joined(config.grpc_host, config.grpc_port))
+                await server.start(_joined(config.grpc_host, config.grpc_port))
             except AddressInUseError as error:
                 raise StartError(f"--grpc-port: {error}") from None
-            yield port
+            yield server
         finally:
             await server.stop(min(5.0, config.drain_timeout))
 
@@ -121,10 +135,22 @@ async def _router(config: Config, plane_address: str | None) -> AsyncIterator[in
         await server.stop()
 
 
+async def _until(stop: asyncio.Event, plane: ControlPlaneServer) -> None:
+    """Wait for the signal to stop, or for a fault of the control plane's: then another process is better."""
+    waits = [asyncio.create_task(stop.wait()), asyncio.create_task(plane.failed.wait())]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waits:
+            task.cancel()
+    if plane.failed.is_set():
+        raise StartError("a task of the control plane's failed, see the log; this is a fault of kvplane's")
+
+
 async def serve(config: Config, stop: asyncio.Event) -> None:
     """Run a control plane alone."""
-    async with _control_plane(config):
-        await stop.wait()
+    async with _control_plane(config) as plane:
+        await _until(stop, plane)
 
 
 async def route(config: Config, stop: asyncio.Event) -> None:
@@ -136,8 +162,8 @@ async def route(config: Config, stop: asyncio.Event) -> None:
 async def up(config: Config, stop: asyncio.Event) -> None:
     """Run a control plane and a router that uses it."""
     async with (
-        _control_plane(config) as port,
-        _router(config, _joined(config.grpc_host, port)) as http_port,
+        _control_plane(config) as plane,
+        _router(config, _joined(config.grpc_host, plane.port)) as http_port,
     ):
-        log.info("ready", http=f"http://{_joined(config.host, http_port)}", grpc_port=port)
-        await stop.wait()
+        log.info("ready", http=f"http://{_joined(config.host, http_port)}", grpc_port=plane.port)
+        await _until(stop, plane)

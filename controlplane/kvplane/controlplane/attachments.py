@@ -51,6 +51,11 @@ class Attachments:
         ledger.mirror.listen(keys.ORDERS, self._on_order)
         ledger.mirror.listen(keys.ENGINES, self._on_engine)
 
+    @property
+    def streams(self) -> int:
+        """Number of engines whose streams are open here."""
+        return len(self._open)
+
     def close(self) -> None:
         """End all streams as unavailable, so that engines attach to another replica at once."""
         self._closing = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvplane.controlplane import eager, keys, records
@@ -206,9 +207,14 @@ class Ledger:
                 if task is None:
                     continue
                 self._granting[bucket] = task
-                task.add_done_callback(lambda _: self._granting.pop(bucket))
+                task.add_done_callback(partial(self._granted, bucket))
             await asyncio.shield(task)
         return lease
+
+    def _granted(self, bucket: int, task: asyncio.Task[None]) -> None:
+        del self._granting[bucket]
+        if not task.cancelled():
+            task.exception()  # whoever waits gets it; perhaps nobody does any more
 
     async def _start_lease(self, bucket: int) -> None:
         """Start a lease that ends ten to thirty seconds after its bucket began; those of a bucket in turn."""

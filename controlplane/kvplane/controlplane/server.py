@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,16 +27,19 @@ from kvplane.controlplane.locations import Locations
 from kvplane.controlplane.mirror import Mirror
 from kvplane.controlplane.releases import Releases
 from kvplane.controlplane.replicas import Replicas
+from kvplane.controlplane.schema import ensure_schema
 from kvplane.controlplane.turns import Turns
 from kvplane.store.base import Store
 from kvplane.store.clock import Clock
-from kvplane.store.errors import StoreError
+from kvplane.store.errors import StoreError, StoreUnavailableError
 from kvplane.v1 import engine_pb2_grpc, location_pb2_grpc
 
 log = structlog.get_logger(__name__)
 
 SERVICES = ("kvplane.v1.EngineService", "kvplane.v1.LocationService")
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+_FIRST_READ_S = 2.0
+_RETRY_S = 0.5
 _HEALTH_EVERY_S = 1.0
 _HEALTH_DEADLINE_S = 2.0
 
@@ -50,6 +54,7 @@ class ControlPlane:
     def __init__(self, store: Store, clock: Clock, settings: m.Settings) -> None:
         self.store = store
         self.settings = settings
+        self._clock = clock
         time = FleetTime(clock)
         self.mirror = Mirror(store, time, max_staleness_s=settings.max_staleness_s if store.shared else None)
         ledger = Ledger(store, time, self.mirror)
@@ -72,12 +77,22 @@ class ControlPlane:
     def start(self) -> list[asyncio.Task[None]]:
         """Start what has to run as long as the control plane does; the tasks are the caller's to cancel."""
         running = [
-            asyncio.create_task(self.mirror.run(), name="mirror"),
+            asyncio.create_task(self._follow(), name="mirror"),
             asyncio.create_task(self.sweeper.run(), name="sweeper"),
         ]
         if self.store.shared:
             running.append(asyncio.create_task(self.replicas.run(), name="replicas"))
         return running
+
+    async def _follow(self) -> None:
+        """Follow the store, once it has been found to be one that this software may use."""
+        while self.store.shared:
+            try:
+                await ensure_schema(self.store)
+                break
+            except StoreUnavailableError:
+                await self._clock.sleep(_RETRY_S)
+        await self.mirror.run()
 
 
 class ControlPlaneServer:
@@ -91,9 +106,14 @@ class ControlPlaneServer:
         self._serving: bool | None = None
         self._server: grpc.aio.Server | None = None
         self.port = 0
+        self.failed = asyncio.Event()
+        """Set when one of its own tasks has failed: a fault of ours. It is not healthy from then on."""
 
     async def start(self, address: str) -> int:
-        """Listen on "host:port" (port 0: any) and return the port. Raises AddressInUseError."""
+        """Listen on "host:port" (port 0: any) and return the port. Raises AddressInUseError, SchemaError.
+
+        A store that does not answer yet is waited for while serving: calls are answered as unavailable.
+        """
         options: list[tuple[str, Any]] = [
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -116,16 +136,28 @@ class ControlPlaneServer:
             raise AddressInUseError(
                 f"cannot listen on {address}: it is taken, or not an address of this host"
             )
-        self._tasks = [
-            *self.plane.start(),
-            asyncio.create_task(self._watch_health(), name="health"),
-        ]
-        if not self.plane.store.shared:
-            await self.plane.mirror.caught_up.wait()
+        self._tasks = [*self.plane.start(), asyncio.create_task(self._watch_health(), name="health")]
+        for task in self._tasks:
+            task.add_done_callback(self._on_task_done)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FIRST_READ_S):
+                await self._until_read()
         await self._check_health()
         await server.start()
         log.info("control_plane_started", address=address, port=self.port)
         return self.port
+
+    async def _until_read(self) -> None:
+        """Wait until the store has been read for the first time. Raises SchemaError."""
+        if self.plane.store.shared:
+            with contextlib.suppress(StoreUnavailableError):
+                await ensure_schema(self.plane.store)
+        await self.plane.mirror.caught_up.wait()
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical("task_failed", task=task.get_name(), exc_info=error)
+            self.failed.set()
 
     async def _watch_health(self) -> None:
         while True:
@@ -138,7 +170,7 @@ class ControlPlaneServer:
             self.plane.mirror.require_fresh()
             async with asyncio.timeout(_HEALTH_DEADLINE_S):
                 await self.plane.store.get(b"health")
-            serving = True
+            serving = not self.failed.is_set()
         except (StoreError, TimeoutError):
             serving = False
         if serving != self._serving:

@@ -8,15 +8,14 @@ from typing import Any
 
 from kvplane.controlplane import keys, records
 from kvplane.controlplane.schema import parse_schema
-from kvplane.store.base import Compare, KeyValue, Page, Store
+from kvplane.store.base import MAX_KEY_BYTES, Compare, KeyValue, Page, Store
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A kind of record. `leased` ones end with a lease; `brief` ones are written anew all the time.
 
-    `load` gives a record's value from its key and bytes, and raises ValueError for what it cannot read; None
-    for kinds that nobody needs to look into here.
+    `load` is None for kinds that nobody needs to look into here.
     """
 
     name: str
@@ -25,16 +24,28 @@ class Kind:
     leased: bool = True
     brief: bool = False
 
+    def read(self, key: bytes, raw: bytes) -> Any:
+        """Return a record's value; None where there is no `load`.
+
+        Raises UnreadableRecordError for bytes that are no such record, or that are another key's.
+        """
+        if self.load is None:
+            return None
+        try:
+            return self.load(key, raw)
+        except (ValueError, OverflowError) as error:
+            raise records.UnreadableRecordError(str(error)) from None
+
 
 def _load_location(key: bytes, raw: bytes) -> Any:
     value = records.checked(records.load_location, raw)
-    _require(keys.location(value.key) == key)
+    _require(keys.location(value.key) == key and len(keys.holding(value.holder)) <= MAX_KEY_BYTES)
     return value
 
 
 def _load_claim(key: bytes, raw: bytes) -> Any:
     value = records.checked(records.load_claim, raw)
-    _require(keys.claim(value.claim_id) == key)
+    _require(keys.claim(value.claim_id) == key and len(keys.holding(value.location.holder)) <= MAX_KEY_BYTES)
     return value
 
 
@@ -57,8 +68,13 @@ def _load_epoch(key: bytes, raw: bytes) -> Any:
 def _load_holding(key: bytes, raw: bytes) -> Any:
     _require(keys.holding(keys.holder_of(key)) == key)
     location_key, claim_id = records.checked(records.load_holding, raw)
-    _require(bool(location_key) != bool(claim_id))
-    return location_key or keys.claim(claim_id)
+    target = location_key or keys.claim(claim_id)
+    _require(
+        bool(location_key) != bool(claim_id)
+        and len(target) <= MAX_KEY_BYTES
+        and kind_of(target) in (LOCATIONS, CLAIMS)
+    )
+    return target
 
 
 def _load_order(key: bytes, raw: bytes) -> Any:
@@ -106,7 +122,9 @@ def readable(key: bytes) -> str:
     try:
         if kind in (LOCATIONS, TURNS):
             named = keys.conversation_of(key)
-            return f"{kind.name} {named.tenant_id!r} {named.model!r} {named.adapter!r} {named.conversation_id!r}"
+            return (
+                f"{kind.name} {named.tenant_id!r} {named.model!r} {named.adapter!r} {named.conversation_id!r}"
+            )
         if kind in (HOLDINGS, ORDERS):
             holder = keys.holder_of(key)
             return f"{kind.name} {holder.engine_id!r} epoch {holder.engine_epoch} {holder.request_id!r}"

@@ -1,0 +1,1 @@
+"""Benchmarks: what the control plane and its stores cost on this machine, next to bare gRPC and bare etcd."""
