@@ -215,6 +215,27 @@ async def test_a_lost_answer_is_looked_into(filled: Rig) -> None:
         assert await store.get(keys.turns(key()))
 
 
+async def test_a_replica_that_is_faster_keeps_its_newer_record(filled: Rig) -> None:
+    newer = m.Turns(latest_turn=2**60)
+
+    class Overtaken(MemoryStore):
+        overtaken = False
+
+        async def transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> Transaction:
+            if not self.overtaken and any(operation.key == keys.turns(key()) for operation in operations):
+                self.overtaken = True
+                await super().transact([], [Put(keys.turns(key()), records.dump_turns(newer))])
+            return await super().transact(compares, operations)
+
+    async with Overtaken(ManualClock()) as store:
+        dump = await dump_of(filled.store)
+        result = await restore_dump(store, ManualClock(), dump, turns_kept_ms=KEPT_MS)
+        assert (result.written, result.kept) == ({"epochs": 1, "turns": 1}, {"turns": 1})
+        kept = await store.get(keys.turns(key()))
+        assert kept is not None
+        assert records.load_turns(kept.value) == newer
+
+
 async def test_a_lease_that_ended_meanwhile_is_replaced(filled: Rig, empty: FaultInjectingStore) -> None:
     dump = await dump_of(filled.store)
     await ensure_schema(empty)
@@ -266,6 +287,13 @@ async def test_stores_and_dumps_for_newer_software_are_refused(empty: FaultInjec
     await ensure_schema(empty, Schema(9, 9))
     with pytest.raises(SchemaTooNewError, match="schema 9"):
         await restore_dump(empty, ManualClock(), read_dump([HEADER, end(0)], RESTORED), turns_kept_ms=KEPT_MS)
+
+
+async def test_a_dump_of_a_newer_version_opens_no_store_that_needs_one(empty: FaultInjectingStore) -> None:
+    await ensure_schema(empty, Schema(4, 4))
+    dump = read_dump([HEADER.replace(b'"schema":1', b'"schema":5'), end(0)], RESTORED)
+    with pytest.raises(SchemaTooNewError, match="schema 4"):
+        await restore_dump(empty, ManualClock(), dump, turns_kept_ms=KEPT_MS)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from kvplane.controlplane.schema import Schema, ensure_schema
 from kvplane.controlplane.upkeep import kinds
 from kvplane.controlplane.upkeep.findings import EXAMPLES, MEANING, Inventory, Problem
 from kvplane.controlplane.upkeep.inventory import take_inventory
-from kvplane.store.base import Compare, Delete, Operation, Page, Put, Transaction
+from kvplane.store.base import Compare, Delete, KeyValue, Operation, Page, Put, Transaction
+from kvplane.store.errors import StoreFullError, StoreUnavailableError
 from kvplane.store.memory import MemoryStore
-from kvplane.store.testing import ManualClock
+from kvplane.store.testing import FaultInjectingStore, ManualClock
 from tests.controlplane.harness import Rig, key, running
 
 OTHER = key("other")
@@ -150,6 +151,16 @@ async def test_a_holding_that_points_to_another_engines_location_is_found(filled
     filled = dataclasses.replace(filled, store=store)
     expected = {Problem.HOLDING_OF_NOTHING: 1, Problem.LOCATION_WITHOUT_HOLDING: 1}
     assert await found(filled) == {problem.value: count for problem, count in expected.items()}
+    await store.aclose()
+
+
+async def test_a_holding_that_points_elsewhere_than_to_its_location_is_found(filled: Rig) -> None:
+    engine = await engine_of(filled)
+    store = await copy_of(filled)
+    at = keys.holding(holder("second", engine))
+    await store.transact([], [Put(at, records.dump_holding(claim_id="claim"), 1)])
+    filled = dataclasses.replace(filled, store=store)
+    assert await found(filled) == {"holding_of_nothing": 1, "location_without_holding": 1}
     await store.aclose()
 
 
@@ -288,6 +299,31 @@ async def test_doubts_are_settled_at_one_revision_and_never_by_reading_one_by_on
     await take_inventory(store)
     assert store.transactions == 2
     await store.aclose()
+
+
+async def test_a_full_store_is_checked_all_the_same(filled: Rig) -> None:
+    async with FaultInjectingStore(await copy_of(filled)) as store:
+        location = keys.location(key())
+        await store.transact(
+            [], [Delete(location), Put(keys.holding(m.Holder("d", 1, "r")), b"\x12\x01c", 1)]
+        )
+        store.fail_next("transact", error=StoreFullError("full"), times=50)
+        inventory = await take_inventory(store)
+        assert inventory.findings[Problem.HOLDING_OF_NOTHING].count == 2
+
+
+async def test_a_full_store_that_never_stands_still_is_an_error() -> None:
+    class Restless(MemoryStore):
+        async def get(self, key: bytes) -> KeyValue | None:
+            await super().transact([], [Put(b"k", b"")])
+            return await super().get(key)
+
+        async def transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> Transaction:
+            raise StoreFullError
+
+    async with Restless(ManualClock()) as store:
+        with pytest.raises(StoreUnavailableError):
+            await kinds.together(store, b"k")
 
 
 def test_every_problem_says_what_it_means() -> None:

@@ -158,7 +158,7 @@ async def test_records_share_leases_but_not_too_many_of_them() -> None:
         items = [item async for item in ledger.scan(b"l/")]
         leases = {item.lease_id for item in items}
         assert (len(items), len(leases)) == (2500, 3)
-        await clock.advance(69.9)
+        await clock.advance(119.9)
         assert len([item async for item in ledger.scan(b"l/")]) == 2500
         await clock.advance(30.0)
         assert [item async for item in ledger.scan(b"")] == []

@@ -22,6 +22,7 @@ import uvloop
 
 from kvplane.bench import echo
 from kvplane.bench.ungrouped import UngroupedEtcdStore
+from kvplane.controlplane.collector import spare_the_old
 from kvplane.controlplane.model import Settings
 from kvplane.controlplane.server import ControlPlaneServer
 from kvplane.store.base import Store
@@ -167,6 +168,7 @@ def _main(spec: ServerSpec, pipe: Connection) -> None:
     )
     profiler = cProfile.Profile() if spec.profile is not None else None
     with contextlib.suppress(KeyboardInterrupt):
+        spare_the_old()
         uvloop.run(_serve(spec, pipe, profiler))
     if profiler is not None and spec.profile is not None:
         profiler.disable()

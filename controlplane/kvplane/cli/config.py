@@ -78,7 +78,9 @@ class Config(BaseSettings):
     claim_timeout: float = Field(30.0, gt=0, description="Seconds within which a reader must have begun.")
     engine_lease: float = Field(10.0, ge=2, description="An engine unheard of for so many seconds is gone.")
     max_staleness: float = Field(
-        2.0, ge=0.5, description="Seconds without word from a shared store after which a replica answers nothing."
+        2.0,
+        ge=0.5,
+        description="Seconds without word of a shared store after which a replica gives no answers.",
     )
     max_conversations: int = Field(
         1_000_000, ge=1, description="Conversations on record; beyond it the oldest go."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import ipaddress
 import secrets
 import signal
@@ -14,6 +13,7 @@ import structlog
 import uvloop
 
 from kvplane.cli.config import Config
+from kvplane.controlplane.collector import spare_the_old
 from kvplane.controlplane.model import Settings
 from kvplane.controlplane.schema import SchemaError
 from kvplane.controlplane.server import AddressInUseError, ControlPlaneServer
@@ -45,21 +45,11 @@ def until_signalled(program: Program, config: Config) -> None:
         await program(config, stop)
         log.info("stopped")
 
-    _tune_collector()
+    spare_the_old()
     try:
         uvloop.run(runner())
     except (RouterStartError, SchemaError, SettingsError, StoreUrlError) as error:
         raise StartError(str(error)) from None
-
-
-def _tune_collector() -> None:
-    """Keep the cyclic garbage collector from walking over all records, which stops everything for seconds.
-
-    Records are in no cycles and go by their reference counts; what is young is still collected.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000, 20, 1_000_000_000)
 
 
 def _check_reach(host: str, flag: str, config: Config) -> None:

@@ -28,6 +28,8 @@ from kvplane.v1 import common_pb2, engine_pb2
 
 log = structlog.get_logger(__name__)
 
+_MAX_ORDERS = 1024
+"""Orders in one message."""
 _MAX_UNREAD = 64
 """Acknowledgements that may wait for the engine to read them."""
 _STOP_S = 5.0
@@ -94,6 +96,7 @@ class Attachments:
             while (answer := await conversation.answers.get()) is not None:
                 if isinstance(answer, Exception):
                     raise answer
+                conversation.complete(answer)
                 yield answer
                 if answer.acknowledged_sequence:
                     conversation.was_read()
@@ -226,6 +229,7 @@ class _Conversation:
         self._at = at
         self._stream = stream
         self._draining = draining
+        self._orders: list[m.Order] = []
         self._room = asyncio.Semaphore(_MAX_UNREAD)
         self._stopped = False
         self._reading: asyncio.Task[None] | None = None
@@ -283,10 +287,19 @@ class _Conversation:
             self.send(orders)
 
     def send(self, orders: list[m.Order]) -> None:
-        """Pass orders on to the engine."""
-        wire = [convert.order_out(order) for order in orders]
-        answer = engine_pb2.AttachEngineResponse(release_orders=wire, draining=self._draining)
-        self.answers.put_nowait(answer)
+        """Pass orders on to the engine: with its next answer, all that have come together by then."""
+        if not self._orders and orders:
+            self.answers.put_nowait(engine_pb2.AttachEngineResponse())
+        self._orders.extend(orders)
+
+    def complete(self, answer: engine_pb2.AttachEngineResponse) -> None:
+        """Put into an answer what goes with every one, as it is sent."""
+        answer.draining = self._draining
+        taken = self._orders[:_MAX_ORDERS]
+        del self._orders[:_MAX_ORDERS]
+        answer.release_orders.extend([convert.order_out(order) for order in taken])
+        if self._orders:
+            self.answers.put_nowait(engine_pb2.AttachEngineResponse())
 
     def on_engine(self, engine: m.Engine | None) -> None:
         """Tell the engine that it drains, or end a stream that a newer one or another incarnation voids."""
@@ -299,4 +312,4 @@ class _Conversation:
             self.end(SupersededStreamError(engine_id))
         elif engine.draining and not self._draining:
             self._draining = True
-            self.answers.put_nowait(engine_pb2.AttachEngineResponse(draining=True))
+            self.answers.put_nowait(engine_pb2.AttachEngineResponse())

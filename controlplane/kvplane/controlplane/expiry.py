@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from kvplane.controlplane import keys, records
+from kvplane.controlplane import eager, keys, records
 from kvplane.controlplane import model as m
 from kvplane.controlplane.engines import EngineRegistry
 from kvplane.controlplane.errors import DomainError
@@ -22,7 +22,8 @@ from kvplane.store.errors import StoreClosedError, StoreError
 log = structlog.get_logger(__name__)
 
 _TICK_S = 0.25
-_YIELD_EVERY = 64
+_PAUSE_S = 0.001
+"""What is due is in no hurry, since nobody is given it: after a few, there is time for others."""
 _PATIENCE_MS = 2000
 """How much longer than the replica before it a replica waits for what is due."""
 
@@ -98,8 +99,8 @@ class Sweeper:
         now, ended = self._clock.now_ms() - rank * _PATIENCE_MS, 0
         while self._due and self._due[0][0] <= now:
             ended += 1
-            if not ended % _YIELD_EVERY:
-                await asyncio.sleep(0)  # a store in memory never waits, and others have to run
+            if not ended % eager.SLICE:
+                await self._clock.sleep(_PAUSE_S)
             _, key = heapq.heappop(self._due)
             if key.startswith(keys.CLAIMS):
                 ending: Awaitable[object] = self._releases.time_out_claim(

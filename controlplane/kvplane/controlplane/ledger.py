@@ -22,8 +22,8 @@ ATTEMPTS = 16
 _BUCKET_MS = 10_000
 _KEYS_PER_LEASE = 1000
 """A store ends all records of a lease at once; more would hold up others."""
-_CLAIM_KEPT_MS = 30_000
-"""A claim has to be there still when its grace is over, however late a sweep comes."""
+_OUTLIVE_MS = 60_000
+"""A record has to be there still when it is swept, so that its engine is told; a sweep may take a while."""
 _LEASES_PER_BUCKET = 100
 """Beyond it, leases are told apart no further in time."""
 
@@ -83,7 +83,8 @@ class _SharedLease:
 class Ledger:
     """Typed access to the store. Records that end by themselves hang on shared leases.
 
-    The deadlines in the records decide; the leases, a few per replica and ten seconds, only sweep up.
+    The deadlines in the records decide; the leases, a few per replica and ten seconds, only sweep up what
+    has been forgotten.
     """
 
     def __init__(self, store: Store, clock: Clock, mirror: Mirror) -> None:
@@ -217,15 +218,15 @@ class Ledger:
             task.exception()  # whoever waits gets it; perhaps nobody does any more
 
     async def _start_lease(self, bucket: int) -> None:
-        """Start a lease that ends ten to thirty seconds after its bucket began; those of a bucket in turn."""
+        """Start a lease that ends about a minute after its bucket; those of a bucket end in turn."""
         now = self.clock.now_ms()
         last = self._leases.get(bucket)
         number = 0 if last is None else last.number + 1
         spread_ms = _BUCKET_MS * (number % _LEASES_PER_BUCKET) // _LEASES_PER_BUCKET
-        ttl_ms = (bucket + 2) * _BUCKET_MS - now + spread_ms
+        ttl_ms = (bucket + 1) * _BUCKET_MS + _OUTLIVE_MS + spread_ms - now
         granted = await self.store.grant_lease(ttl_ms / 1000)
         self._leases[bucket] = _SharedLease(granted.lease_id, number)
-        for old in [old for old in self._leases if (old + 2) * _BUCKET_MS < now]:
+        for old in [old for old in self._leases if (old + 1) * _BUCKET_MS < now]:
             del self._leases[old]
 
     # The writes of records.
@@ -245,10 +246,9 @@ class Ledger:
     def keep_claim(self, claim: m.Claim) -> list[Write]:
         """Return the writes of a claim and of the note that its blocks are claimed."""
         at = records.dump_holding(claim_id=claim.claim_id)
-        until_ms = claim.deadline_ms + _CLAIM_KEPT_MS
         return [
-            Keep(keys.claim(claim.claim_id), records.dump_claim(claim), until_ms),
-            Keep(keys.holding(claim.location.holder), at, until_ms),
+            Keep(keys.claim(claim.claim_id), records.dump_claim(claim), claim.deadline_ms),
+            Keep(keys.holding(claim.location.holder), at, claim.deadline_ms),
         ]
 
     def keep_order(self, order: m.Order) -> Keep:

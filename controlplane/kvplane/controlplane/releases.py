@@ -6,7 +6,7 @@ import asyncio
 
 import structlog
 
-from kvplane.controlplane import keys, records
+from kvplane.controlplane import eager, keys, records
 from kvplane.controlplane import model as m
 from kvplane.controlplane.errors import NotClaimOwnerError
 from kvplane.controlplane.ledger import Decision, Ledger, Write
@@ -15,7 +15,6 @@ from kvplane.store.base import MAX_TXN_OPERATIONS, Delete, KeyValue
 log = structlog.get_logger(__name__)
 
 _ORDER_LIFE_MS = 600_000
-_YIELD_EVERY = 64
 
 
 class Releases:
@@ -174,8 +173,8 @@ class Releases:
         async for item in self._ledger.scan(keys.engine_holdings(engine_id)):
             if keys.holder_of(item.key).engine_epoch < below_epoch:
                 purged += 1
-                if not purged % _YIELD_EVERY:
-                    await asyncio.sleep(0)  # a store in memory never waits, and others have to run
+                if not purged % eager.SLICE:
+                    await asyncio.sleep(0)  # what never waits would hold up all others
                 await self._purge_holding(item)
         async for item in self._ledger.scan(keys.engine_orders(engine_id)):
             if keys.holder_of(item.key).engine_epoch < below_epoch:

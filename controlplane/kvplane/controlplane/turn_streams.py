@@ -91,7 +91,9 @@ class _Stream:
             async for request in requests:
                 operations = request.operations
                 validate.batch("operations", len(operations), least=1)
-                for operation in operations:
+                for number, operation in enumerate(operations, 1):
+                    if not number % eager.SLICE:
+                        await asyncio.sleep(0)  # what never waits would hold up all others
                     while self._room <= 0:
                         self._has_room.clear()
                         self._changed.set()

@@ -9,6 +9,9 @@ from typing import Any
 from kvplane.controlplane import keys, records
 from kvplane.controlplane.schema import parse_schema
 from kvplane.store.base import MAX_KEY_BYTES, Compare, KeyValue, Page, Store
+from kvplane.store.errors import StoreFullError, StoreUnavailableError
+
+_ATTEMPTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,20 @@ async def pages(store: Store, prefix: bytes = b"") -> AsyncIterator[Page]:
 
 async def together(store: Store, *wanted: bytes) -> dict[bytes, KeyValue | None]:
     """Return what lies under some keys at one and the same revision; at most MAX_TXN_OPERATIONS of them."""
-    outcome = await store.transact([Compare(key, 0) for key in wanted], [])
+    try:
+        outcome = await store.transact([Compare(key, 0) for key in wanted], [])
+    except StoreFullError:  # etcd refuses transactions that write nothing, too, once it is above its quota
+        return await _standing_still(store, wanted)
     found = outcome.found if not outcome.succeeded else (None,) * len(wanted)
     return dict(zip(wanted, found, strict=True))
+
+
+async def _standing_still(store: Store, wanted: tuple[bytes, ...]) -> dict[bytes, KeyValue | None]:
+    """Return what lies under some keys, read one by one until nothing changes from the first to the last."""
+    before: dict[bytes, KeyValue | None] = {}
+    for _ in range(_ATTEMPTS):
+        now = {key: await store.get(key) for key in wanted}
+        if now == before:
+            return now
+        before = now
+    raise StoreUnavailableError("the records change too fast to be read together")

@@ -1,4 +1,4 @@
-"""A store for work that takes minutes: what may safely be asked again is, through elections and short outages."""
+"""A store for work that takes minutes: what may be asked again is, through elections and short outages."""
 
 from __future__ import annotations
 
@@ -32,6 +32,11 @@ class PatientStore(Store):
             except StoreUnavailableError:
                 await self._clock.sleep(pause_s)
         return await call()
+
+    @property
+    def shared(self) -> bool:
+        """See Store."""
+        return self._inner.shared
 
     async def get(self, key: bytes) -> KeyValue | None:
         """See Store."""
