@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import sys
@@ -65,6 +66,9 @@ async def test_up_runs_both_and_stops_on_sigint() -> None:
     [
         (("serve", "--grpc-host", "0.0.0.0"), "--allow-remote"),
         (("serve", "--store", "redis://x"), "unknown store scheme redis://"),
+        (("serve", "--store", "etcd://h:1?ttl=1"), "etcd:// has no option 'ttl'; allowed: tls, ca"),
+        (("serve", "--store", "etcd://u:pw@h:1"), "etcd:// takes no password; put it into a file"),
+        (("serve", "--store", "etcd://h?ca=/nowhere"), "cannot read the file that ca names"),
         (("up", "--decode", "d:8200", "--grpc-port", "0"), "write it as http://d:8200"),
         (("route",), "--decode"),
         (("route", "--decode", "http://d:1", "--plane", "plane"), "--plane: 'plane' is not host:port"),
@@ -74,6 +78,18 @@ async def test_up_runs_both_and_stops_on_sigint() -> None:
 )
 async def test_what_cannot_work_is_refused_in_one_line(arguments: tuple[str, ...], said: str) -> None:
     assert said in await refused(*arguments)
+
+
+async def test_config_show_shows_no_password() -> None:
+    process = await asyncio.create_subprocess_exec(
+        *PROGRAM,
+        *("config", "show"),
+        env={**os.environ, "KVPLANE_STORE": "etcd://u:secret@h1:1,h2:2/p"},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    said, _ = await asyncio.wait_for(process.communicate(), 30)
+    assert b"store = 'etcd://u:***@h1:1,h2:2/p'" in said
+    assert b"secret" not in said
 
 
 async def test_taken_ports_are_named() -> None:

@@ -21,9 +21,12 @@ from kvplane.cli import store as commands
 from kvplane.cli.config import Config, load_config
 from kvplane.cli.main import app
 from kvplane.cli.run import StartError
+from kvplane.client.client import ControlPlaneClient
+from kvplane.client.model import EngineId, EngineRole, EngineSpec
 from kvplane.controlplane import keys, records
 from kvplane.controlplane import model as m
 from kvplane.controlplane.schema import Schema, ensure_schema
+from kvplane.controlplane.server import ControlPlaneServer
 from kvplane.store.base import Delete, KeyValue, Operation, Page, Put, Store
 from kvplane.store.clock import Clock, SystemClock
 from kvplane.store.errors import StoreError, StoreFullError, StoreUnavailableError
@@ -383,3 +386,39 @@ async def test_an_etcd_that_is_not_there_is_one_line() -> None:
     assert ran.code == 2
     assert ran.err.startswith("kvplane: the store cannot be used")
     assert len(ran.err.splitlines()) == 1
+
+
+async def test_a_store_that_needs_newer_software_is_not_served_from(etcd_server: EtcdServer) -> None:
+    url = f"etcd://{etcd_server.endpoint}/cli-newer"
+    async with open_store(url, SystemClock()) as store:
+        await ensure_schema(store, Schema(9, 9))
+    process = await asyncio.create_subprocess_exec(
+        *PROGRAM, "serve", "--grpc-port", "0", "--store", url, stderr=asyncio.subprocess.PIPE
+    )
+    _, err = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 2
+    assert b"Traceback" not in err
+    assert "it takes one that knows schema 9 or later, and this one knows 1" in err.decode().splitlines()[-1]
+
+
+async def test_a_control_plane_at_work_is_clean_and_not_purged_by_accident(etcd_server: EtcdServer) -> None:
+    url = f"etcd://{etcd_server.endpoint}/cli-live"
+    clock = SystemClock()
+    async with open_store(url, clock) as store:
+        server = ControlPlaneServer(store, clock, m.Settings(engine_lease_s=60))
+        port = await server.start("127.0.0.1:0")
+        async with ControlPlaneClient(f"127.0.0.1:{port}") as client:
+            await client.register_engine(EngineSpec(EngineId("d"), EngineRole.DECODE))
+            checked = await program("check", "--output", "json", "--store", url)
+            assert json.loads(checked.out)["findings"] == {}
+            counted = json.loads(checked.out)["kinds"]
+            assert {name: counted[name]["records"] for name in ("schema", "engines", "epochs", "pulses")} == {
+                "schema": 1,
+                "engines": 1,
+                "epochs": 1,
+                "pulses": 1,
+            }
+            purged = await program("purge", "--yes", "--store", url)
+            assert (purged.code, purged.out) == (2, "")
+            assert "live engines are concerned (d)" in purged.err
+        await server.stop(0)

@@ -13,7 +13,7 @@ from kvplane.controlplane.errors import StaleEpochError, SupersededStreamError
 from kvplane.controlplane.fleet_time import FleetTime
 from kvplane.controlplane.server import ControlPlane
 from kvplane.store.clock import Clock
-from kvplane.store.errors import StoreUnavailableError
+from kvplane.store.errors import StoreFullError, StoreUnavailableError
 from kvplane.store.memory import MemoryStore
 from kvplane.store.testing import ManualClock, settle
 from kvplane.v1 import engine_pb2
@@ -137,6 +137,13 @@ async def test_a_pulse_that_cannot_be_written_makes_the_replica_stale_too(fleet:
     await fleet.clock.advance(3.0)
     with pytest.raises(StoreUnavailableError):
         await fleet.rigs[1].lookup()
+
+
+async def test_a_full_store_is_said_to_be_full(fleet: Fleet) -> None:
+    fleet.stores[1].fail_next("transact", times=100, error=StoreFullError("no space"))
+    await fleet.clock.advance(3.0)
+    with pytest.raises(StoreFullError):
+        await fleet.rigs[1].begin("q1")
 
 
 @pytest.mark.parametrize("step_ms", [-60_000, 60_000])

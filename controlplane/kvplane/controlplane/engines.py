@@ -16,7 +16,7 @@ from kvplane.store.errors import LeaseNotFoundError, StoreError
 
 log = structlog.get_logger(__name__)
 
-_EPOCH_KEPT_MS = 7 * 86_400_000
+EPOCH_KEPT_MS = 7 * 86_400_000
 """Epochs follow the clock; the last one is remembered in case the clock is set back."""
 _LOAD_EVERY_S = 1.0
 """Loads are for choosing among engines: newer ones are not worth a write."""
@@ -140,7 +140,7 @@ class EngineRegistry:
                 registration_id=registration_id,
             )
             writes: list[Write] = [
-                Keep(epoch_key, records.dump_epoch(engine.engine_epoch), now + _EPOCH_KEPT_MS),
+                Keep(epoch_key, records.dump_epoch(engine.engine_epoch), now + EPOCH_KEPT_MS),
                 Put(engine_key, records.dump_engine(engine), lease.lease_id),
             ]
             return Decision((engine, current.value), compares, writes)

@@ -19,6 +19,8 @@ from kvplane.store.errors import (
     CompactedError,
     FutureRevisionError,
     StoreClosedError,
+    StoreError,
+    StoreFullError,
     StoreUnavailableError,
 )
 
@@ -52,6 +54,8 @@ class Mirror:
         self._listeners: dict[bytes, list[Listener]] = {}
         self._waiters: dict[bytes, set[asyncio.Event]] = {}
         self.caught_up = asyncio.Event()
+        self.trouble: StoreError | None = None
+        """Why staleness cannot be measured at present, if it is known."""
 
     # Reading.
 
@@ -71,11 +75,16 @@ class Mirror:
         return self._clock.monotonic() - self._confirmed_at
 
     def require_fresh(self) -> None:
-        """Raise StoreUnavailableError while the copy is incomplete or older than it may be."""
+        """Raise StoreUnavailableError while the copy is incomplete or older than it may be.
+
+        StoreFullError, if that is why it cannot be known.
+        """
         if self._max_staleness_s is None:
             if not self.caught_up.is_set():
                 raise StoreUnavailableError("the store has not been read yet")
         elif self._clock.monotonic() - self._confirmed_at > self._max_staleness_s:
+            if isinstance(self.trouble, StoreFullError):
+                raise self.trouble
             raise StoreUnavailableError("the store has not been heard of for too long")
 
     # What is learned besides the watch.

@@ -59,8 +59,18 @@ class Replicas:
             try:
                 pulse = Keep(pulse_key, records.dump_pulse(now, _VERSION), now + _ALIVE_MS)
                 await self._ledger.commit([], [pulse])
+                self._note(None)
             except StoreClosedError:
                 return
             except StoreError as error:
-                log.debug("pulse_not_written", cause=str(error))
+                self._note(error)
             await self._time.sleep(self._every_s)
+
+    def _note(self, trouble: StoreError | None) -> None:
+        """Log when it begins and when it ends, not at every pulse."""
+        before, self._ledger.mirror.trouble = self._ledger.mirror.trouble, trouble
+        if type(before) is not type(trouble):
+            if trouble is not None:
+                log.warning("pulse_not_written", cause=str(trouble))
+            else:
+                log.info("pulse_written_again")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -31,7 +33,7 @@ from kvplane.controlplane.schema import ensure_schema
 from kvplane.controlplane.turns import Turns
 from kvplane.store.base import Store
 from kvplane.store.clock import Clock
-from kvplane.store.errors import StoreError, StoreUnavailableError
+from kvplane.store.errors import StoreClosedError, StoreError
 from kvplane.v1 import engine_pb2_grpc, location_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -78,10 +80,10 @@ class ControlPlane:
         """Start what has to run as long as the control plane does; the tasks are the caller's to cancel."""
         running = [
             asyncio.create_task(self._follow(), name="mirror"),
-            asyncio.create_task(self.sweeper.run(), name="sweeper"),
+            asyncio.create_task(self._once_read(self.sweeper.run), name="sweeper"),
         ]
         if self.store.shared:
-            running.append(asyncio.create_task(self.replicas.run(), name="replicas"))
+            running.append(asyncio.create_task(self._once_read(self.replicas.run), name="replicas"))
         return running
 
     async def _follow(self) -> None:
@@ -90,9 +92,16 @@ class ControlPlane:
             try:
                 await ensure_schema(self.store)
                 break
-            except StoreUnavailableError:
+            except StoreClosedError:
+                return
+            except StoreError as error:
+                log.warning("store_not_usable_yet", cause=str(error))
                 await self._clock.sleep(_RETRY_S)
         await self.mirror.run()
+
+    async def _once_read(self, run: Callable[[], Awaitable[None]]) -> None:
+        await self.mirror.caught_up.wait()
+        await run()
 
 
 class ControlPlaneServer:
@@ -136,23 +145,24 @@ class ControlPlaneServer:
             raise AddressInUseError(
                 f"cannot listen on {address}: it is taken, or not an address of this host"
             )
-        self._tasks = [*self.plane.start(), asyncio.create_task(self._watch_health(), name="health")]
-        for task in self._tasks:
-            task.add_done_callback(self._on_task_done)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FIRST_READ_S):
-                await self._until_read()
+                if self.plane.store.shared:
+                    with contextlib.suppress(StoreError):
+                        await ensure_schema(self.plane.store)
+                self._start_tasks()
+                await self.plane.mirror.caught_up.wait()
+        if not self._tasks:
+            self._start_tasks()
         await self._check_health()
         await server.start()
         log.info("control_plane_started", address=address, port=self.port)
         return self.port
 
-    async def _until_read(self) -> None:
-        """Wait until the store has been read for the first time. Raises SchemaError."""
-        if self.plane.store.shared:
-            with contextlib.suppress(StoreUnavailableError):
-                await ensure_schema(self.plane.store)
-        await self.plane.mirror.caught_up.wait()
+    def _start_tasks(self) -> None:
+        self._tasks = [*self.plane.start(), asyncio.create_task(self._watch_health(), name="health")]
+        for task in self._tasks:
+            task.add_done_callback(self._on_task_done)
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -170,12 +180,17 @@ class ControlPlaneServer:
             self.plane.mirror.require_fresh()
             async with asyncio.timeout(_HEALTH_DEADLINE_S):
                 await self.plane.store.get(b"health")
-            serving = not self.failed.is_set()
-        except (StoreError, TimeoutError):
-            serving = False
+            trouble = "a task failed" if self.failed.is_set() else ""
+        except StoreError as error:
+            trouble = str(error)
+        except TimeoutError:
+            trouble = "the store does not answer"
+        serving = not trouble
         if serving != self._serving:
             self._serving = serving
-            log.info("health_changed", serving=serving)
+            log.log(
+                logging.INFO if serving else logging.WARNING, "health_changed", serving=serving, cause=trouble
+            )
             await self._set_health(serving)
 
     async def _set_health(self, serving: bool) -> None:
