@@ -9,11 +9,21 @@ import pytest
 import structlog
 from blockbuster import blockbuster_ctx
 
+from deploy.rig.etcd import EtcdServer
+
 
 @pytest.fixture(autouse=True)
 def _no_blocking_calls() -> Iterator[None]:
     with blockbuster_ctx():
         yield
+
+
+@pytest.fixture(scope="session")
+def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    """A real etcd, one for all tests; each keeps to a prefix of its own. Fails, never skips, without one."""
+    with EtcdServer(tmp_path_factory.mktemp("etcd") / "data") as server:
+        server.wait_ready()
+        yield server
 
 
 grpc.aio.init_grpc_aio()

@@ -58,6 +58,54 @@ class ComparesBeforeAPause(MemoryStore):
         return await super().transact([], operations)
 
 
+@caught_by("failed_transaction_tells_what_it_found", "no_two_decide_on_the_same_past")
+class TellsNothingFound(MemoryStore):
+    async def transact(self, compares: Compares, operations: Operations) -> Transaction:
+        done = await super().transact(compares, operations)
+        return Transaction(done.succeeded, done.revision)
+
+
+@caught_by("failed_transaction_tells_what_it_found")
+class TellsFoundByKey(MemoryStore):
+    """In the order of keys, and each once."""
+
+    async def transact(self, compares: Compares, operations: Operations) -> Transaction:
+        done = await super().transact(compares, operations)
+        found = {compare.key: item for compare, item in zip(compares, done.found, strict=False)}
+        return Transaction(done.succeeded, done.revision, tuple(found[key] for key in sorted(found)))
+
+
+@caught_by("failed_transaction_tells_what_it_found")
+class TellsTheFailingKeyOnly(MemoryStore):
+    async def transact(self, compares: Compares, operations: Operations) -> Transaction:
+        done = await super().transact(compares, operations)
+        found = [
+            item if (item.mod_revision if item else 0) != compare.mod_revision else None
+            for compare, item in zip(compares, done.found, strict=False)
+        ]
+        return Transaction(done.succeeded, done.revision, tuple(found))
+
+
+@caught_by("no_two_decide_on_the_same_past", "two_writers_one_wins", "no_update_is_lost")
+class BatchesWhateverComes(MemoryStore):
+    """Evaluates all compares of a turn before it writes any, as etcd does with nested transactions."""
+
+    async def transact(self, compares: Compares, operations: Operations) -> Transaction:
+        judged = await super().transact(compares, [])
+        await asyncio.sleep(0)
+        if not judged.succeeded or not operations:
+            return Transaction(judged.succeeded, self._revision, judged.found)
+        return await super().transact([], operations)
+
+
+@caught_by("independent_transactions_at_once")
+class TellsTheRevisionAfterAPause(MemoryStore):
+    async def transact(self, compares: Compares, operations: Operations) -> Transaction:
+        done = await super().transact(compares, operations)
+        await asyncio.sleep(0)
+        return Transaction(done.succeeded, self._revision, done.found)
+
+
 @caught_by("compares_see_the_state_before")
 class ComparesAfterWriting(MemoryStore):
     async def transact(self, compares: Compares, operations: Operations) -> Transaction:

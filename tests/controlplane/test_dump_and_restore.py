@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from kvplane.controlplane import keys, records
 from kvplane.controlplane import model as m
+from kvplane.controlplane.engines import EPOCH_KEPT_MS
 from kvplane.controlplane.schema import CURRENT, Schema, SchemaTooNewError, ensure_schema, read_schema
 from kvplane.controlplane.upkeep import kinds
 from kvplane.controlplane.upkeep.dump import Dump, DumpError, read_dump, write_dump
-from kvplane.controlplane.upkeep.restore import EPOCH_KEPT_MS, RESTORED, NotEmptyError, restore_dump
+from kvplane.controlplane.upkeep.restore import RESTORED, NotEmptyError, restore_dump
 from kvplane.store.base import Compare, Operation, Put, Store, Transaction
 from kvplane.store.errors import LeaseNotFoundError, StoreUnavailableError
 from kvplane.store.memory import MemoryStore

@@ -46,3 +46,9 @@ class FutureRevisionError(StoreError):
 
 class InvalidStoreRequestError(StoreError, ValueError):
     """A request breaks a stated limit; it will never work."""
+
+
+class StoreUrlError(ValueError):
+    """A store's URL that cannot work. One line that says why and what would; never repeats the URL itself,
+    which may hold a password.
+    """

@@ -6,38 +6,50 @@ from urllib.parse import parse_qsl, urlsplit
 
 from kvplane.store.base import Store
 from kvplane.store.clock import Clock
+from kvplane.store.errors import StoreUrlError
+from kvplane.store.etcd import url as etcd_url
+from kvplane.store.etcd.store import EtcdStore
 from kvplane.store.memory import HISTORY_BYTES, HISTORY_REVISIONS, MemoryStore
+
+__all__ = ["StoreUrlError", "open_store", "without_password"]
 
 _MEMORY_PARAMETERS = ("history_revisions", "history_bytes")
 _MAX_DIGITS = 18
-_ETCD_SCHEMES = ("etcd", "etcd3")
-
-
-class StoreUrlError(ValueError):
-    """A store's URL that cannot work. One line that says why and what would; never repeats the URL itself,
-    which may hold a password.
-    """
+_ALLOWED = "allowed: memory:// and etcd://"
 
 
 def open_store(url: str, clock: Clock) -> Store:
     """Return the store that `url` names; nothing is connected yet.
 
     `memory://`, with the options `history_revisions` and `history_bytes`, is a new store in this process.
-    Raises StoreUrlError.
+    `etcd://[user@]host:port[,host:port...][/prefix][?options]` (or `etcd3://`) is an etcd cluster; the
+    options are `tls`, `ca`, `cert`, `key`, `server_name`, `password_file` and `timeout`. Files that it names
+    are read here. Raises StoreUrlError.
     """
+    scheme = url.partition("://")[0].lower() if "://" in url else ""
+    if not scheme:
+        raise StoreUrlError(f"the store's URL has no scheme; {_ALLOWED}")
+    if scheme in etcd_url.SCHEMES:
+        return EtcdStore(etcd_url.etcd_settings(url), clock)
+    if scheme != "memory":
+        named = f" {scheme}://" if scheme.isalnum() else ""
+        raise StoreUrlError(f"unknown store scheme{named}; {_ALLOWED}")
+    return _memory_store(url, clock)
+
+
+def without_password(url: str) -> str:
+    """Return a store's URL as it may be shown: none needs a password, but somebody may have written one."""
+    scheme, separator, rest = url.partition("://")
+    userinfo, at, hosts = rest.rpartition("@")
+    user, colon, _ = userinfo.partition(":")
+    return f"{scheme}{separator}{user}:***@{hosts}" if at and colon else url
+
+
+def _memory_store(url: str, clock: Clock) -> Store:
     try:
         parts = urlsplit(url)
     except ValueError as error:
         raise StoreUrlError("the store's URL cannot be parsed; try memory://") from error
-    if "://" not in url or not parts.scheme:
-        raise StoreUrlError("the store's URL has no scheme; allowed: memory://")
-    if parts.scheme in _ETCD_SCHEMES:
-        raise StoreUrlError(
-            f"{parts.scheme}:// cannot be used: this version of kvplane has no etcd backend yet;"
-            " allowed: memory://"
-        )
-    if parts.scheme != "memory":
-        raise StoreUrlError(f"unknown store scheme {parts.scheme}://; allowed: memory://")
     if parts.netloc or parts.path or parts.fragment:
         raise StoreUrlError("memory:// takes no host, path or fragment, only options after a question mark")
     options = _options(parts.query)

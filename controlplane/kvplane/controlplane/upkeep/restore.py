@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kvplane.controlplane.engines import EPOCH_KEPT_MS
 from kvplane.controlplane.schema import CURRENT, Schema, check_schema, ensure_schema, read_schema
 from kvplane.controlplane.upkeep import kinds
 from kvplane.controlplane.upkeep.dump import Dump
@@ -21,8 +22,6 @@ from kvplane.store.errors import LeaseNotFoundError, StoreUnavailableError
 
 RESTORED = (kinds.EPOCHS, kinds.TURNS)
 
-EPOCH_KEPT_MS = 7 * 86_400_000
-"""As the registry of engines keeps them. Counted from the restore, whatever the dump's age."""
 _IGNORED = (kinds.SCHEMA, kinds.PULSES)
 _KEYS_PER_LEASE = 1000
 _SPREAD_MS = 60_000
@@ -82,6 +81,7 @@ async def restore_dump(
     for kind in RESTORED:
         items = [(kind, key, raw) for key, raw in dump.records if kinds.kind_of(key) is kind]
         now = clock.now_ms()
+        # An epoch's life is counted from the restore, whatever the dump's age.
         until_ms = now + EPOCH_KEPT_MS if kind is kinds.EPOCHS else dump.time_ms + turns_kept_ms
         until_ms = min(until_ms, now + max(EPOCH_KEPT_MS, turns_kept_ms))  # a dump of a clock ahead
         if until_ms <= now:

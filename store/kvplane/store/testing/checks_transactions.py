@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from kvplane.store.base import Compare, Delete, KeyValue, Page, Put, Store
+from kvplane.store.base import Compare, Delete, KeyValue, Operation, Page, Put, Store, Transaction
 from kvplane.store.testing.harness import (
     CheckList,
     StoreUnderTest,
+    batches,
     contents,
     ensure,
     head,
@@ -127,6 +128,78 @@ async def one_failed_compare_writes_nothing(subject: StoreUnderTest) -> None:
         tried = await store.transact(compares, [Put(b"new", b""), Put(b"k", b"w")])
         ensure(not tried.succeeded, f"the compare at {place} failed, and the transaction succeeded")
     same((await contents(store), await head(store)), ({b"k": b"v"}, revision), "the store afterwards")
+
+
+@CHECKLIST.check
+async def failed_transaction_tells_what_it_found(subject: StoreUnderTest) -> None:
+    """A failed transaction tells, in the order of its compares, the keys as they are at its revision."""
+    store = subject.store
+    lease = await store.grant_lease(10)
+    await put(store, b"a", b"1")
+    await put(store, b"b", b"2", lease_id=lease.lease_id)
+    await put(store, b"a", b"3")
+    current = await put(store, b"n", b"4")
+    a, b, n = await store.get(b"a"), await store.get(b"b"), await store.get(b"n")
+    ensure(a is not None and b is not None and n is not None, "a key that was put is not there")
+    for compares, found in (
+        ([Compare(b"b", 0)], (b,)),
+        ([Compare(b"absent", 1)], (None,)),
+        ([Compare(b"n", current), Compare(b"x", 0), Compare(b"a", 1), Compare(b"b", 1)], (n, None, a, b)),
+        ([Compare(b"b", 1), Compare(b"a", 1), Compare(b"b", 1)], (b, a, b)),
+    ):
+        writes: list[Operation] = [Put(b"a", b"wrong"), Delete(b"b")]
+        for operations in ([], writes):
+            tried = await store.transact(compares, operations)
+            same(tried, Transaction(False, current, found), f"a transaction that compares {compares}")
+    done = await store.transact([Compare(b"n", current)], [Put(b"n", b"5")])
+    same(done, Transaction(True, done.revision, ()), "a transaction that succeeded")
+
+
+@CHECKLIST.check
+async def no_two_decide_on_the_same_past(subject: StoreUnderTest) -> None:
+    """Of two concurrent transactions, each on condition of what the other changes, one succeeds."""
+    store = subject.store
+    for turn in range(10):
+        x, y = b"x/%d" % turn, b"y/%d" % turn
+        one, other = await asyncio.gather(
+            store.transact([Compare(x, 0)], [Put(y, b"")]), store.transact([Compare(y, 0)], [Put(x, b"")])
+        )
+        same(one.succeeded + other.succeeded, 1, "how many of two that exclude each other succeeded")
+        failed = other if one.succeeded else one
+        ensure(None not in failed.found, "who failed found nothing that speaks against it")
+        z = b"z/%d" % turn
+        writer, reader = await asyncio.gather(
+            store.transact([Compare(z, 0)], [Put(z, b"")]), store.transact([Compare(z, 0)], [])
+        )
+        ensure(writer.succeeded, "the only writer of a key did not succeed")
+        if reader.succeeded:
+            ensure(reader.revision < writer.revision, "a key was absent at the revision that made it")
+        else:
+            same(reader.found, (await store.get(z),), "what the reader found")
+
+
+@CHECKLIST.check
+async def independent_transactions_at_once(subject: StoreUnderTest) -> None:
+    """Concurrent transactions on different keys all succeed; those that share a revision are one batch."""
+    store = subject.store
+    start = await head(store) + 1
+    keys = [b"%02d" % number for number in range(40)]
+    done = await asyncio.gather(
+        *[store.transact([Compare(key, 0)], [Put(key, key), Put(b"by/" + key, b"")]) for key in keys]
+    )
+    ensure(all(each.succeeded for each in done), "one of many independent transactions did not succeed")
+    for key, each in zip(keys, done, strict=True):
+        for written in (key, b"by/" + key):
+            found = await store.get(written)
+            same(found and found.mod_revision, each.revision, f"the revision of {written!r}")
+    last = await put(store, b"end", b"")
+    told = await batches(subject, store.watch(b"", from_revision=start), last)
+    revisions = [batch.revision for batch in told]
+    same(revisions, sorted({each.revision for each in done} | {last}), "the revisions told")
+    for batch in told[:-1]:
+        own = [key for key, each in zip(keys, done, strict=True) if each.revision == batch.revision]
+        expected = sorted([*own, *[b"by/" + key for key in own]])
+        same(sorted(event.key for event in batch.events), expected, f"the keys of revision {batch.revision}")
 
 
 @CHECKLIST.check
