@@ -22,7 +22,7 @@ from kvplane.controlplane.engine_service import EngineServicer
 from kvplane.controlplane.engines import EngineRegistry
 from kvplane.controlplane.expiry import Sweeper
 from kvplane.controlplane.fleet_time import FleetTime
-from kvplane.controlplane.interceptors import ErrorInterceptor
+from kvplane.controlplane.guard import guarded
 from kvplane.controlplane.ledger import Ledger
 from kvplane.controlplane.location_service import LocationServicer
 from kvplane.controlplane.locations import Locations
@@ -38,7 +38,9 @@ from kvplane.v1 import engine_pb2_grpc, location_pb2_grpc
 
 log = structlog.get_logger(__name__)
 
-SERVICES = ("kvplane.v1.EngineService", "kvplane.v1.LocationService")
+ENGINE_SERVICE = "kvplane.v1.EngineService"
+LOCATION_SERVICE = "kvplane.v1.LocationService"
+SERVICES = (ENGINE_SERVICE, LOCATION_SERVICE)
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _FIRST_READ_S = 2.0
 _RETRY_S = 0.5
@@ -132,9 +134,11 @@ class ControlPlaneServer:
             ("grpc.keepalive_timeout_ms", 5_000),
             ("grpc.keepalive_permit_without_calls", 1),
         ]
-        server = self._server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=options)
-        engine_pb2_grpc.add_EngineServiceServicer_to_server(self.plane.engine_servicer, server)
-        location_pb2_grpc.add_LocationServiceServicer_to_server(self.plane.location_servicer, server)
+        server = self._server = grpc.aio.server(options=options)
+        engines = guarded(self.plane.engine_servicer, ENGINE_SERVICE)
+        engine_pb2_grpc.add_EngineServiceServicer_to_server(engines, server)
+        locations = guarded(self.plane.location_servicer, LOCATION_SERVICE)
+        location_pb2_grpc.add_LocationServiceServicer_to_server(locations, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable(server, (*SERVICES, health.SERVICE_NAME))
         try:
