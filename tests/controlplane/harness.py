@@ -13,7 +13,7 @@ from kvplane.controlplane.server import ControlPlane
 from kvplane.store.base import EventBatch, Store
 from kvplane.store.clock import Clock
 from kvplane.store.memory import MemoryStore
-from kvplane.store.testing import FaultInjectingStore, ManualClock
+from kvplane.store.testing import FaultInjectingStore, ManualClock, settle
 
 PARAMS = json.dumps(
     {
@@ -134,6 +134,7 @@ async def replica(
     plane = ControlPlane(store, clock, settings or m.Settings())
     tasks = plane.start()
     await plane.mirror.caught_up.wait()
+    await settle()  # the first pulse
     try:
         yield plane
     finally:

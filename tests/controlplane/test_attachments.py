@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from kvplane.controlplane import eager, validate
 from kvplane.controlplane import model as m
-from kvplane.controlplane import validate
 from kvplane.controlplane.errors import InvalidFieldError, SupersededStreamError
 from kvplane.controlplane.turn_streams import MAX_OUTSTANDING, multiplexed
 from kvplane.v1 import common_pb2, engine_pb2, location_pb2
@@ -113,7 +113,7 @@ async def test_a_caller_that_does_not_read_is_not_read_from(rig: Rig) -> None:
                 operations=[location_pb2.TurnsOperation(id=number, lookup=lookup)]
             )
 
-    answers = multiplexed(rig.plane.location_servicer, requests())
+    answers = multiplexed(rig.plane.location_servicer, requests(), eager.now)
     first = await anext(answers)
     await rig.clock.advance(0)
     assert taken <= MAX_OUTSTANDING + len(first.results) + 1

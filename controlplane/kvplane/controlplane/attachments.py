@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
 
 import structlog
 
@@ -27,6 +28,8 @@ from kvplane.store.errors import InvalidStoreRequestError, StoreError
 from kvplane.v1 import common_pb2, engine_pb2
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 _MAX_ORDERS = 1024
 """Orders in one message."""
@@ -166,20 +169,23 @@ class Attachments:
             acknowledged_sequence=request.sequence, draining=engine.draining
         )
         if request.freed:
-            await eager.gather([self._freed(at, wire) for wire in request.freed])
+            await self._each([self._freed(at, wire) for wire in request.freed])
         if request.announcements:
             answer.announcements.extend(
-                await eager.gather([self._announce(at, stream, w, delay_s) for w in request.announcements])
+                await self._each([self._announce(at, stream, w, delay_s) for w in request.announcements])
             )
         if request.withdrawals:
             answer.withdrawals.extend(
-                await eager.gather([self._withdraw(at, wire) for wire in request.withdrawals])
+                await self._each([self._withdraw(at, wire) for wire in request.withdrawals])
             )
         if request.renewals:
             answer.renewals.extend(
-                await eager.gather([self._renew(at, wire, delay_s) for wire in request.renewals])
+                await self._each([self._renew(at, wire, delay_s) for wire in request.renewals])
             )
         return answer
+
+    async def _each(self, coroutines: list[Coroutine[Any, Any, T]]) -> list[T]:
+        return await eager.gather(coroutines, self._ledger.start)
 
     async def _freed(self, at: tuple[str, int], wire: engine_pb2.Freed) -> None:
         await self._releases.freed(m.Holder(*at, validate.text("freed.request_id", wire.request_id)))

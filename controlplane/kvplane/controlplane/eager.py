@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Generator, Iterable
+from collections.abc import Callable, Coroutine, Generator, Iterable
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -41,11 +41,15 @@ async def _finish(rest: _Rest[T]) -> T:
     return await rest
 
 
-def start(coroutine: Coroutine[Any, Any, T]) -> T | asyncio.Task[T]:
+Start = Callable[[Coroutine[Any, Any, T]], "T | asyncio.Task[T]"]
+"""How coroutines are started: `now` or `later`."""
+
+
+def now(coroutine: Coroutine[Any, Any, T]) -> T | asyncio.Task[T]:
     """Run a coroutine up to where it waits; returns its result, or a task of what is left.
 
-    Raises what it raises. Until it first waits, the caller's task is the current one. (Python 3.12 has
-    asyncio.eager_task_factory for this; it makes a task in any case.)
+    Raises what it raises. Until it first waits, the caller's task is the current one: so not for what cares,
+    as asyncio.timeout does. (Python 3.12 has eager tasks, for which that is no matter.)
     """
     try:
         awaited = coroutine.send(None)
@@ -55,19 +59,24 @@ def start(coroutine: Coroutine[Any, Any, T]) -> T | asyncio.Task[T]:
     return asyncio.get_running_loop().create_task(_finish(_Rest(coroutine, awaited)))
 
 
-async def gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines concurrently, each started at once, and return their results in order.
+def later(coroutine: Coroutine[Any, Any, T]) -> T | asyncio.Task[T]:
+    """Make a task of a coroutine."""
+    return asyncio.get_running_loop().create_task(coroutine)
+
+
+async def gather(coroutines: Iterable[Coroutine[Any, Any, T]], start: Start[T]) -> list[T]:
+    """Run coroutines concurrently and return their results in order.
 
     Those that have begun are finished before the first error is raised; the rest are not begun.
     """
     outcomes: list[T | asyncio.Task[T]] = []
     error: Exception | None = None
     for number, coroutine in enumerate(coroutines, 1):
-        if not number % SLICE:
-            await asyncio.sleep(0)  # what never waits would hold up all others
         if error is not None:
             coroutine.close()
             continue
+        if not number % SLICE:
+            await asyncio.sleep(0)  # what never waits would hold up all others
         try:
             outcomes.append(start(coroutine))
         except Exception as raised:

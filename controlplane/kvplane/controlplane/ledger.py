@@ -91,6 +91,8 @@ class Ledger:
         self.store = store
         self.clock = clock
         self.mirror = mirror
+        # A store at hand never waits, and needs no tasks; one elsewhere works with timeouts, which need them.
+        self.start: eager.Start[Any] = eager.later if store.shared else eager.now
         self._leases: dict[int, _SharedLease] = {}
         self._granting: dict[int, asyncio.Task[None]] = {}
 
@@ -204,7 +206,7 @@ class Ledger:
         while (lease := self._leases.get(bucket)) is None or lease.keys >= _KEYS_PER_LEASE:
             task = self._granting.get(bucket)
             if task is None:
-                task = eager.start(self._start_lease(bucket))
+                task = self.start(self._start_lease(bucket))
                 if task is None:
                     continue
                 self._granting[bucket] = task

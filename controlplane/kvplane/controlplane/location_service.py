@@ -223,5 +223,5 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         self, request_iterator: AsyncIterator[location_pb2.TurnsRequest], context: Any
     ) -> AsyncIterator[location_pb2.TurnsResponse]:
         """See the protos."""
-        async for answer in multiplexed(self, request_iterator):
+        async for answer in multiplexed(self, request_iterator, self._ledger.start):
             yield answer

@@ -51,8 +51,9 @@ _Outcome = m.Found | m.MissReason | BegunTurn | m.Claim | m.ReleaseOutcome
 class _Stream:
     """One stream: what is under way, and the answers that are ready to go."""
 
-    def __init__(self, operations: Operations) -> None:
+    def __init__(self, operations: Operations, start: eager.Start[None]) -> None:
         self._operations = operations
+        self._start = start
         self._room = MAX_OUTSTANDING
         self._has_room = asyncio.Event()
         self._running: set[asyncio.Task[None]] = set()
@@ -99,7 +100,7 @@ class _Stream:
                         self._changed.set()
                         await self._has_room.wait()
                     self._room -= 1
-                    begun = eager.start(self._perform(operation))
+                    begun = self._start(self._perform(operation))
                     if begun is not None:
                         self._running.add(begun)
                         begun.add_done_callback(self._done)
@@ -141,7 +142,7 @@ class _Stream:
 
 
 def multiplexed(
-    operations: Operations, requests: AsyncIterator[pb.TurnsRequest]
+    operations: Operations, requests: AsyncIterator[pb.TurnsRequest], start: eager.Start[None]
 ) -> AsyncIterator[pb.TurnsResponse]:
     """Perform operations as they come, concurrently; answer with all results that are ready, together."""
-    return _Stream(operations).serve(requests)
+    return _Stream(operations, start).serve(requests)
