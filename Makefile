@@ -14,19 +14,22 @@ MODEL := .cache/tiny-model
 SOURCES := protos store controlplane connector deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint generate venv vllm python clean distclean
+.PHONY: help demo test test-fast test-robustness lint generate venv vllm python clean distclean
 
 help:
-	@echo "make demo | test | test-fast (no vLLM) | lint | generate | venv | vllm | clean | distclean"
+	@echo "make demo | test | test-fast (neither vLLM nor faults) | test-robustness | lint | generate | venv | vllm | clean | distclean"
 
 demo: venv vllm
 	@$(BIN)/python -m deploy.demo.demo $(DEMO_ARGS)
 
-test: lint test-fast vllm
+test: lint test-fast test-robustness vllm
 	$(BIN)/python -m pytest -m vllm
 
 test-fast: venv
-	$(BIN)/python -m pytest -m "not vllm"
+	$(BIN)/python -m pytest -m "not vllm and not robustness"
+
+test-robustness: venv
+	$(BIN)/python -m pytest -m robustness
 
 lint: venv
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvplane.controlplane import model as m
 from kvplane.controlplane.server import ControlPlane
@@ -108,6 +109,33 @@ class Rig:
         return self.plane.locations.lookup(conversation or key())
 
 
+class MovableClock(Clock, Protocol):
+    """Time that a test moves."""
+
+    async def advance(self, seconds: float) -> None:
+        """Let time pass."""
+
+
+class SteppedClock:
+    """A machine's clock whose wall time is wrong by `step_ms`, which may change."""
+
+    def __init__(self, clock: ManualClock, step_ms: int = 0) -> None:
+        self._clock = clock
+        self.step_ms = step_ms
+
+    def now_ms(self) -> int:
+        return self._clock.now_ms() + self.step_ms
+
+    def monotonic(self) -> float:
+        return self._clock.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        await self._clock.sleep(seconds)
+
+    async def advance(self, seconds: float) -> None:
+        await self._clock.advance(seconds)
+
+
 class SharedStore(FaultInjectingStore):
     """A store that other replicas write to as well, and whose watch can be held back."""
 
@@ -128,13 +156,14 @@ class SharedStore(FaultInjectingStore):
 
 @asynccontextmanager
 async def replica(
-    store: Store, clock: Clock, settings: m.Settings | None = None
+    store: Store, clock: MovableClock, settings: m.Settings | None = None
 ) -> AsyncIterator[ControlPlane]:
     """A control plane that runs; its store outlives it."""
     plane = ControlPlane(store, clock, settings or m.Settings())
     tasks = plane.start()
-    await plane.mirror.caught_up.wait()
-    await settle()  # the first pulse
+    await settle()
+    while not plane.mirror.caught_up.is_set():  # it waits for others' pulses, to agree on the time
+        await clock.advance(0.1)
     try:
         yield plane
     finally:

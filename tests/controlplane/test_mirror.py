@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from kvplane.controlplane.fleet_time import FleetTime
 from kvplane.controlplane.ledger import Keep, Ledger
 from kvplane.controlplane.mirror import Mirror
 from kvplane.store.base import Compare, Delete, Event, Operation, Put
@@ -45,7 +46,7 @@ async def follower() -> AsyncIterator[Follower]:
 
 
 async def test_it_begins_with_what_is_there(follower: Follower) -> None:
-    assert follower.mirror.caught_up.is_set()
+    assert follower.mirror.listed.is_set()
     assert follower.values() == {b"l/old": b"1", b"l/stays": b"1"}
     await follower.memory.transact([], [Put(b"l/new", b"2"), Delete(b"l/old")])
     await settle()
@@ -150,7 +151,7 @@ async def test_records_share_leases_but_not_too_many_of_them() -> None:
     async with MemoryStore(clock) as memory:
         mirror = Mirror(memory, clock)
         await mirror.run()
-        ledger = Ledger(memory, clock, mirror)
+        ledger = Ledger(memory, FleetTime(clock), mirror)
         until_ms = clock.now_ms() + 60_000
         await asyncio.gather(
             *[ledger.commit([], [Keep(b"l/%d" % number, b"", until_ms)]) for number in range(2500)]

@@ -62,7 +62,7 @@ def test_engines(value: m.Engine) -> None:
     assert records.load_engine(records.dump_engine(value)) == value
 
 
-@given(st.builds(m.Turns, COUNT, TEXT, COUNT, COUNT, COUNT, st.just(b"")))
+@given(st.builds(m.Turns, COUNT, TEXT, COUNT, COUNT, COUNT, COUNT, st.just(b"")))
 def test_turns(value: m.Turns) -> None:
     assert records.load_turns(records.dump_turns(value)) == value
 

@@ -104,7 +104,7 @@ def test_of_an_engine_that_drains(value: m.Engine, added: dict[str, Any], to_pro
     assert NEWER["EngineRecord"].FromString(drained) == newer
 
 
-@given(st.builds(m.Turns, COUNT, TEXT, COUNT, COUNT, COUNT, st.just(b"")), ADDED)
+@given(st.builds(m.Turns, COUNT, TEXT, COUNT, COUNT, COUNT, COUNT, st.just(b"")), ADDED)
 def test_of_turns_that_go_on(value: m.Turns, added: dict[str, Any]) -> None:
     newer = NEWER["TurnRecord"].FromString(records.dump_turns(value))
     add(newer, added)

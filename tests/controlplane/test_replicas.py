@@ -12,29 +12,19 @@ from kvplane.controlplane import model as m
 from kvplane.controlplane.errors import StaleEpochError, SupersededStreamError
 from kvplane.controlplane.fleet_time import FleetTime
 from kvplane.controlplane.server import ControlPlane
-from kvplane.store.clock import Clock
 from kvplane.store.errors import StoreFullError, StoreUnavailableError
 from kvplane.store.memory import MemoryStore
 from kvplane.store.testing import ManualClock, settle
 from kvplane.v1 import engine_pb2
-from tests.controlplane.harness import Rig, SharedStore, announcement, key, replica
-
-
-class SteppedClock:
-    """A machine's clock whose wall time is wrong by `step_ms`, which may change."""
-
-    def __init__(self, clock: ManualClock, step_ms: int = 0) -> None:
-        self._clock = clock
-        self.step_ms = step_ms
-
-    def now_ms(self) -> int:
-        return self._clock.now_ms() + self.step_ms
-
-    def monotonic(self) -> float:
-        return self._clock.monotonic()
-
-    async def sleep(self, seconds: float) -> None:
-        await self._clock.sleep(seconds)
+from tests.controlplane.harness import (
+    MovableClock,
+    Rig,
+    SharedStore,
+    SteppedClock,
+    announcement,
+    key,
+    replica,
+)
 
 
 class Fleet:
@@ -47,7 +37,7 @@ class Fleet:
         self.rigs: list[Rig] = []
         self._stack = stack
 
-    async def add(self, clock: Clock | None = None) -> Rig:
+    async def add(self, clock: MovableClock | None = None) -> Rig:
         store = SharedStore(self.memory)
         plane = await self._stack.enter_async_context(replica(store, clock or self.clock))
         self.stores.append(store)
@@ -169,7 +159,7 @@ async def test_a_replica_whose_clock_is_wrong_hands_nothing_out_late(fleet: Flee
 def test_fleet_time_follows_the_one_ahead_and_no_step() -> None:
     manual = ManualClock()
     clock = SteppedClock(manual)
-    time = FleetTime(clock)
+    time = FleetTime(clock, patience_s=80.0)
     start = manual.now_ms()
     clock.step_ms = -60_000
     assert time.now_ms() == start
@@ -177,7 +167,41 @@ def test_fleet_time_follows_the_one_ahead_and_no_step() -> None:
     assert time.now_ms() == start
     time.heard(start + 500)
     manual.jump(1.0)
-    assert time.now_ms() == start + 1500
+    assert time.now_ms() == time.patient_ms() == start + 1500
+
+
+def test_a_move_ahead_counts_late_for_what_must_not_be_over_early() -> None:
+    manual = ManualClock()
+    time = FleetTime(manual, patience_s=80.0)
+    start = time.now_ms()
+    time.heard(start + 60_000)
+    manual.jump(79.0)
+    assert (time.now_ms(), time.patient_ms()) == (start + 139_000, start + 79_000)
+    manual.jump(1.0)
+    assert time.patient_ms() == time.now_ms() == start + 140_000
+    time.distrust()
+    manual.jump(79.0)
+    assert time.patient_ms() < start
+    manual.jump(1.0)
+    assert time.patient_ms() == time.now_ms()
+    time.adopt(start)
+    assert time.now_ms() == start
+
+
+async def test_a_fleet_that_restarts_frees_nothing_early_though_its_clock_is_ahead() -> None:
+    clock = ManualClock()
+    async with MemoryStore(clock) as memory:
+        async with replica(SharedStore(memory), clock) as plane:
+            rig = Rig(plane, clock, memory)
+            engine = await rig.engine()
+            await rig.retain(engine, "q1")
+            assert isinstance(await rig.claim(), m.Claim)
+        async with replica(SharedStore(memory), SteppedClock(clock, 3_600_000)) as plane:
+            rig = Rig(plane, clock, memory)
+            await rig.keep_alive(engine, 39.0)
+            assert await rig.orders(engine) == {}
+            await rig.keep_alive(engine, 60.0)
+            assert await rig.orders(engine) == {"q1": m.ReleaseReason.CLAIM_TIMEOUT}
 
 
 async def test_only_the_first_living_replica_sweeps_at_once(fleet: Fleet) -> None:

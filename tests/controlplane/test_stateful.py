@@ -57,10 +57,14 @@ class History(RuleBasedStateMachine):
         self.hold_until: dict[str, float] = {}
         self.blocks: dict[str, Blocks] = {}
         self.newest: dict[str, int] = {}
+        self.over: dict[str, int] = {}
         self.count = 0
 
     def start(self) -> AbstractAsyncContextManager[Rig]:
         return running()
+
+    def is_behind(self) -> bool:
+        return False
 
     def run(self, awaitable: Any) -> Any:
         return self.loop.run_until_complete(awaitable)
@@ -79,6 +83,10 @@ class History(RuleBasedStateMachine):
 
     def held(self, engine_id: str) -> list[str]:
         return [name for name, blocks in self.blocks.items() if blocks.engine_id == engine_id]
+
+    def end_turn(self, conversation: str, turn: int) -> None:
+        """A turn's location was claimed or given up: it is never on record again."""
+        self.over[conversation] = max(turn, self.over.get(conversation, 0))
 
     def free(self, request_id: str, why: str) -> None:
         """The engine was told that it may free; it does."""
@@ -131,10 +139,11 @@ class History(RuleBasedStateMachine):
             return
         newest = self.newest.get(blocks.conversation, 0)
         if result.outcome is m.AnnounceOutcome.SUPERSEDED:
-            assert blocks.turn < newest or reannounced
+            assert blocks.turn < newest or blocks.turn <= self.over.get(blocks.conversation, 0)
             return
         assert result.outcome is m.AnnounceOutcome.ACCEPTED
         assert blocks.turn >= newest
+        assert blocks.turn > self.over.get(blocks.conversation, 0), "back from the dead"
         self.newest[blocks.conversation] = blocks.turn
         self.blocks[request_id] = blocks
 
@@ -152,6 +161,7 @@ class History(RuleBasedStateMachine):
         assert blocks.conversation == conversation
         life_s = min(CLAIM_TIMEOUT_S, blocks.ttl_ends - self.now) + GRACE_S
         blocks.read_until, blocks.token = self.now + life_s, token
+        self.end_turn(conversation, blocks.turn)
 
     @rule(engine_id=ENGINES, data=st.data())
     def withdraw(self, engine_id: str, data: Any) -> None:
@@ -163,6 +173,8 @@ class History(RuleBasedStateMachine):
         outcome = self.run(self.rig.plane.releases.withdraw(holder))
         if outcome is not m.ReleaseOutcome.CLAIMED:
             self.free(request_id, "withdrawn")
+        if outcome is m.ReleaseOutcome.RELEASED:
+            self.end_turn(self.blocks[request_id].conversation, self.blocks[request_id].turn)
 
     @rule(engine_id=ENGINES, data=st.data())
     def read(self, engine_id: str, data: Any) -> None:
@@ -187,7 +199,12 @@ class History(RuleBasedStateMachine):
 
     @rule(conversation=CONVERSATIONS)
     def end(self, conversation: str) -> None:
-        self.run(self.rig.plane.releases.end_conversation(key(conversation)))
+        found = self.rig.plane.locations.lookup(key(conversation))
+        outcome = self.run(self.rig.plane.releases.end_conversation(key(conversation)))
+        if outcome is m.ReleaseOutcome.RELEASED:
+            self.end_turn(conversation, self.newest[conversation])
+        else:
+            assert isinstance(found, m.MissReason) or self.is_behind(), "what was on offer was released"
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 8.0, 30.0]))
     def wait(self, seconds: float) -> None:
@@ -227,6 +244,9 @@ class FleetHistory(History):
             planes = [await stack.enter_async_context(replica(store, clock)) for store in self.stores]
             self.planes = planes
             yield Rig(planes[0], clock, memory)
+
+    def is_behind(self) -> bool:
+        return not all(store.watching.is_set() for store in self.stores)
 
     @rule(number=st.integers(0, 2))
     def talk_to(self, number: int) -> None:

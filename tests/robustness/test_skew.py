@@ -29,6 +29,9 @@ class Shifted:
     async def sleep(self, seconds: float) -> None:
         await self._clock.sleep(seconds)
 
+    async def advance(self, seconds: float) -> None:
+        await self._clock.advance(seconds)
+
 
 class Pair:
     """A replica, its clock and store, and a second replica's clock."""

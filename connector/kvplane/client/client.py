@@ -47,8 +47,11 @@ def open_channel(address: str) -> grpc.aio.Channel:
         ("grpc.service_config", _SERVICE_CONFIG),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.keepalive_time_ms", 10_000),
-        ("grpc.keepalive_timeout_ms", 5_000),
+        # A replica that hangs, or is cut off without a word, is given up after three seconds.
+        ("grpc.keepalive_time_ms", 2_000),
+        ("grpc.keepalive_timeout_ms", 1_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 200),
         ("grpc.min_reconnect_backoff_ms", 200),
         ("grpc.max_reconnect_backoff_ms", 1_000),

@@ -30,6 +30,7 @@ CONNECT_S = 2.0
 # Shares of the engine's lease: with several replicas, two that hang can be given up before it ends.
 _HEARTBEAT = 0.2
 _SILENCE = 0.3
+_MAX_UNACKNOWLEDGED = 2  # what is said meanwhile goes together with the next message
 _FIRST_ANSWER_S = 2.0  # a replica that does not answer the first message is given up for the next
 _TICK_S = 1.0  # how often a changed load is looked for
 _SETTLE_S = 2.0  # how long a new incarnation waits for answers to withdrawals
@@ -217,7 +218,8 @@ class EngineSession:
             self._wake.clear()
             now = self._monotonic()
             waiting = self._outbox.urgent or self._outbox.load_due or self._ping
-            if hello or waiting or now - said >= heartbeat_s:
+            has_room = len(self._unacknowledged) < _MAX_UNACKNOWLEDGED
+            if has_room and (hello or waiting or now - said >= heartbeat_s):
                 self._ping = False
                 batch, expired = self._outbox.take()
                 for request_id in expired:

@@ -38,7 +38,11 @@ class Config(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
 
-    store: str = Field("memory://", description="Where the control plane keeps its state: memory://")
+    store: str = Field(
+        "memory://",
+        description="Where the control plane keeps its state: memory://, or etcd://[USER@]HOST:PORT[,HOST:PORT...][/PREFIX]"
+        "[?OPTIONS], options tls, ca, cert, key, server_name, password_file, timeout.",
+    )
     grpc_host: str = Field("127.0.0.1", description="Address the control plane listens on.")
     grpc_port: int = Field(50051, ge=0, le=65535, description="Its port; 0 takes a free one.")
     host: str = Field("127.0.0.1", description="Address the router listens on.")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from kvplane.controlplane import model as m
 from kvplane.controlplane.engines import EngineRegistry
+from kvplane.controlplane.fleet_time import FleetTime
 from kvplane.store.base import Compare
-from kvplane.store.clock import Clock
 
 
 class Availability:
     """Judges locations by deadline, quarantine, and the state of their engine."""
 
-    def __init__(self, engines: EngineRegistry, clock: Clock, settings: m.Settings) -> None:
+    def __init__(self, engines: EngineRegistry, clock: FleetTime, settings: m.Settings) -> None:
         self._engines = engines
         self._clock = clock
         self._min_remaining_ms = settings.min_remaining_s * 1000
@@ -36,7 +36,7 @@ class Availability:
             return m.MissReason.ENGINE_DRAINING
         if location.deadline_ms - now < self._min_remaining_ms:
             return m.MissReason.EXPIRING
-        if location.not_before_ms > now:
+        if location.not_before_ms and location.not_before_ms > self._clock.patient_ms():
             return m.MissReason.QUARANTINED
         if reader_engine_id:
             reader = self._engines.find(reader_engine_id).value

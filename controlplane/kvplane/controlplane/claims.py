@@ -68,9 +68,9 @@ class Claims:
         known, location = turns.value or m.Turns(), stored.value
         compares = same_state(stored, mine, turns)
         if location is None or turn not in (0, location.turn):
-            was_claimed = known.claimed_turn and known.claimed_turn >= (turn or known.settled_turn)
-            reason = m.MissReason.CLAIMED if was_claimed else m.MissReason.UNKNOWN_CONVERSATION
-            return Decision(reason, compares)
+            if known.claimed_turn and known.claimed_turn >= (turn or known.settled_turn):
+                return Decision(m.MissReason.CLAIMED)  # which is for good, so there is nothing to make sure
+            return Decision(m.MissReason.UNKNOWN_CONVERSATION, compares)
         refused, engine_unchanged = self._availability.judge(location, reader_engine_id)
         compares.append(engine_unchanged)
         if refused is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
@@ -13,10 +12,10 @@ from kvplane.controlplane import eager, keys, records
 from kvplane.controlplane import model as m
 from kvplane.controlplane.engines import EngineRegistry
 from kvplane.controlplane.errors import DomainError
+from kvplane.controlplane.fleet_time import FleetTime
 from kvplane.controlplane.mirror import Mirror
 from kvplane.controlplane.releases import Releases
 from kvplane.store.base import Event
-from kvplane.store.clock import Clock
 from kvplane.store.errors import StoreClosedError, StoreError
 
 log = structlog.get_logger(__name__)
@@ -40,7 +39,7 @@ class Sweeper:
         mirror: Mirror,
         releases: Releases,
         engines: EngineRegistry,
-        clock: Clock,
+        clock: FleetTime,
         settings: m.Settings,
         rank: Callable[[], int] = lambda: 0,
     ) -> None:
@@ -49,7 +48,9 @@ class Sweeper:
         self._engines = engines
         self._clock = clock
         self._settings = settings
-        self._due: list[tuple[int, bytes]] = []
+        self._locations: list[tuple[int, bytes]] = []  # heaps of (when it is due, key)
+        self._claims: list[tuple[int, bytes]] = []
+        self._is_postponed = False
         self._conversations: OrderedDict[bytes, None] = OrderedDict()
         self._over: dict[tuple[str, int], int] = {}
         mirror.listen(keys.LOCATIONS, self._on_location)
@@ -59,12 +60,13 @@ class Sweeper:
 
     def _on_location(self, event: Event) -> None:
         if event.current is not None:
-            heapq.heappush(self._due, (records.location_deadline_ms(event.current.value), event.key))
+            due_ms = records.location_deadline_ms(event.current.value)
+            heapq.heappush(self._locations, (due_ms, event.key))
 
     def _on_claim(self, event: Event) -> None:
         if event.current is not None:
             ends = records.claim_deadline_ms(event.current.value) + self._settings.claim_grace_s * 1000
-            heapq.heappush(self._due, (round(ends), event.key))
+            heapq.heappush(self._claims, (round(ends), event.key))
 
     def _on_turns(self, event: Event) -> None:
         if event.current is None:
@@ -94,40 +96,64 @@ class Sweeper:
             await self._clock.sleep(_TICK_S)
 
     async def sweep(self) -> None:
-        """End all that is due now."""
-        rank = self._rank()
-        now, ended = self._clock.now_ms() - rank * _PATIENCE_MS, 0
-        while self._due and self._due[0][0] <= now:
+        """End all that is due now, as far as the store takes it."""
+        rank, clock = self._rank(), self._clock
+        waits_ms = rank * _PATIENCE_MS
+        done = await self._sweep_due(
+            self._locations, clock.now_ms() - waits_ms, self._releases.expire_location
+        )
+        done = done and await self._sweep_due(
+            self._claims, clock.patient_ms() - waits_ms, self._time_out_claim
+        )
+        done = done and (bool(rank) or await self._make_room())
+        done = done and await self._purge_engines(clock.now_ms() - waits_ms)
+        if done:
+            self._is_postponed = False
+
+    async def _sweep_due(
+        self, due: list[tuple[int, bytes]], until_ms: int, end: Callable[[bytes], Awaitable[object]]
+    ) -> bool:
+        ended = 0
+        while due and due[0][0] <= until_ms:
             ended += 1
             if not ended % eager.SLICE:
                 await self._clock.sleep(_PAUSE_S)
-            _, key = heapq.heappop(self._due)
-            if key.startswith(keys.CLAIMS):
-                ending: Awaitable[object] = self._releases.time_out_claim(
-                    key.removeprefix(keys.CLAIMS).decode()
-                )
-            else:
-                ending = self._releases.expire_location(key)
-            if not await self._try(ending):
-                heapq.heappush(self._due, (now + 1000, key))
-        while not rank and len(self._conversations) > self._settings.max_conversations:
+            entry = heapq.heappop(due)
+            if not await self._try(end(entry[1])):
+                heapq.heappush(due, entry)
+                return False
+        return True
+
+    async def _time_out_claim(self, store_key: bytes) -> None:
+        await self._releases.time_out_claim(store_key.removeprefix(keys.CLAIMS).decode())
+
+    async def _make_room(self) -> bool:
+        while len(self._conversations) > self._settings.max_conversations:
             key, _ = self._conversations.popitem(last=False)
             if not await self._try(self._releases.evict(key)):
                 self._conversations[key] = None
-                break
-        for (engine_id, below_epoch), since in list(self._over.items()):
-            if since <= now and await self._try(self._releases.purge_engine(engine_id, below_epoch)):
+                self._conversations.move_to_end(key, last=False)
+                return False
+        return True
+
+    async def _purge_engines(self, until_ms: int) -> bool:
+        for (engine_id, below_epoch), since_ms in list(self._over.items()):
+            if since_ms <= until_ms:
+                if not await self._try(self._releases.purge_engine(engine_id, below_epoch)):
+                    return False
                 del self._over[engine_id, below_epoch]
                 self._engines.forget(engine_id, below_epoch)
+        return True
 
     async def _try(self, ending: Awaitable[object]) -> bool:
+        """Tell whether it could be done; what could not is for the next sweep, and logged once."""
         try:
             await ending
         except StoreClosedError:
             raise
         except (StoreError, DomainError) as error:
-            log.warning("sweep_postponed", cause=str(error))
+            if not self._is_postponed:
+                self._is_postponed = True
+                log.warning("sweep_postponed", cause=str(error))
             return False
-        except asyncio.CancelledError:
-            raise
         return True

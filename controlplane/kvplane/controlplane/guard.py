@@ -20,13 +20,33 @@ _Context = Any
 """grpc.aio.ServicerContext; its type parameters say nothing here."""
 
 
+class _Refusals:
+    """Logs refused calls, of each reason at most one a second: an outage refuses thousands."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[float, int]] = {}  # reason: (when logged, refused since)
+
+    def note(self, method: str, reason: str, request_id: str) -> None:
+        """Count a refused call, and log it unless one like it was just logged."""
+        now = asyncio.get_running_loop().time()
+        logged_at, since = self._last.get(reason, (float("-inf"), 0))
+        if now - logged_at < 1.0:
+            self._last[reason] = logged_at, since + 1
+            return
+        self._last[reason] = now, 0
+        log.warning("rpc_refused", rpc=method, reason=reason, request_id=request_id, unlogged=since)
+
+
+_refusals = _Refusals()
+
+
 async def _abort(context: _Context, method: str, error: Exception) -> NoReturn:
     request_id = secrets.token_hex(8)
     code, message, reason, details = status_of(error, request_id)
     if code is grpc.StatusCode.INTERNAL:
         log.error("rpc_failed", rpc=method, request_id=request_id, exc_info=error)
     elif code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED):
-        log.warning("rpc_refused", rpc=method, reason=reason, request_id=request_id)
+        _refusals.note(method, reason, request_id)
     await context.abort(code, message, trailing_metadata=(("grpc-status-details-bin", details),))
     raise AssertionError("abort returned")
 

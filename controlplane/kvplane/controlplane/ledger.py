@@ -10,9 +10,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from kvplane.controlplane import eager, keys, records
 from kvplane.controlplane import model as m
 from kvplane.controlplane.errors import ContentionError
+from kvplane.controlplane.fleet_time import FleetTime
 from kvplane.controlplane.mirror import Mirror
 from kvplane.store.base import Compare, Delete, KeyValue, Operation, Put, Store
-from kvplane.store.clock import Clock
 from kvplane.store.errors import LeaseNotFoundError, StoreUnavailableError
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class Ledger:
     has been forgotten.
     """
 
-    def __init__(self, store: Store, clock: Clock, mirror: Mirror) -> None:
+    def __init__(self, store: Store, clock: FleetTime, mirror: Mirror) -> None:
         self.store = store
         self.clock = clock
         self.mirror = mirror

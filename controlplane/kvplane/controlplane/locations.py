@@ -78,7 +78,8 @@ class Locations:
         if not is_known:
             if engine.draining:
                 raise EngineDrainingError(engine.spec.engine_id)
-            if value.turn < max(known.settled_turn, 0 if current is None else current.turn):
+            newest = max(known.settled_turn, 0 if current is None else current.turn)
+            if value.turn < newest or value.turn <= max(known.claimed_turn, known.ended_turn):
                 answer = m.Announced(m.AnnounceOutcome.SUPERSEDED)
                 return Decision(
                     answer, compares, self._releases.replacing(location, m.ReleaseReason.SUPERSEDED)
@@ -116,7 +117,7 @@ class Locations:
             value.kv_transfer_params,
             value.fingerprint,
             now + int(ttl_s * 1000),
-            not_before_ms if not_before_ms > now else 0,
+            not_before_ms if not_before_ms > self._ledger.clock.patient_ms() else 0,
             engine.spec.endpoint or value.endpoint,
             engine.spec.data_parallel_rank,
         )

@@ -53,7 +53,10 @@ class Mirror:
         self._awaited: tuple[int, float] | None = None  # (revision, when its write began)
         self._listeners: dict[bytes, list[Listener]] = {}
         self._waiters: dict[bytes, set[asyncio.Event]] = {}
+        self.listed = asyncio.Event()
+        """Set when the store has been read."""
         self.caught_up = asyncio.Event()
+        """Set when, besides, what has been read is known to be of now."""
         self.trouble: StoreError | None = None
         """Why staleness cannot be measured at present, if it is known."""
 
@@ -141,6 +144,7 @@ class Mirror:
     async def run(self) -> None:
         """Follow the store until it is closed. Nothing to do for one whose contents are at hand."""
         if self._is_live:
+            self.listed.set()
             self.caught_up.set()
             return
         while True:
@@ -165,7 +169,6 @@ class Mirror:
 
     async def _list(self) -> None:
         """Read everything. Changes meanwhile come again with the watch, from the first page's revision on."""
-        began_at = self._clock.monotonic()
         after, more, first, known = b"", True, 0, set(self._items)
         while more:
             page = await self._store.scan(b"", after=after)
@@ -180,12 +183,14 @@ class Mirror:
             if not number % _YIELD_EVERY:
                 await asyncio.sleep(0)
         self._reached(first)
-        self._confirmed_at = max(self._confirmed_at, began_at)
-        self.caught_up.set()
+        self.listed.set()
+        if self._max_staleness_s is None:
+            self.caught_up.set()
 
     def _forget_everything(self) -> None:
         """Another store is behind the same address: its revisions say nothing about ours."""
         self.caught_up.clear()
+        self.listed.clear()
         self._confirmed_at = float("-inf")
         self._revision, self._awaited = 0, None
         for key in list(self._items):
@@ -204,6 +209,7 @@ class Mirror:
         if self._awaited is not None and self._awaited[0] <= self._revision:
             self._confirmed_at = max(self._confirmed_at, self._awaited[1])
             self._awaited = None
+            self.caught_up.set()
 
     def _apply(self, key: bytes, current: KeyValue | None, revision: int) -> None:
         """Take over a key's state as of a revision, unless a later one is known."""

@@ -224,6 +224,7 @@ class Turns(NamedTuple):
     settled_turn: int = 0
     in_flight_until_ms: int = 0
     claimed_turn: int = 0
+    ended_turn: int = 0
     unknown: bytes = b""
 
 

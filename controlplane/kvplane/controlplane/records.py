@@ -212,6 +212,7 @@ def dump_turns(value: m.Turns) -> bytes:
     record.settled_turn = value.settled_turn
     record.in_flight_until_ms = value.in_flight_until_ms
     record.claimed_turn = value.claimed_turn
+    record.ended_turn = value.ended_turn
     if value.unknown:
         record.MergeFromString(value.unknown)
     return record.SerializeToString()
@@ -226,6 +227,7 @@ def load_turns(raw: bytes) -> m.Turns:
         record.settled_turn,
         record.in_flight_until_ms,
         record.claimed_turn,
+        record.ended_turn,
         _unknown(record) if len(UnknownFieldSet(record)) else b"",
     )
 

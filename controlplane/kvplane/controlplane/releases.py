@@ -10,7 +10,7 @@ from kvplane.controlplane import eager, keys, records
 from kvplane.controlplane import model as m
 from kvplane.controlplane.errors import NotClaimOwnerError
 from kvplane.controlplane.ledger import Decision, Ledger, Write
-from kvplane.store.base import MAX_TXN_OPERATIONS, Delete, KeyValue
+from kvplane.store.base import MAX_TXN_OPERATIONS, Compare, Delete, KeyValue
 
 log = structlog.get_logger(__name__)
 
@@ -33,7 +33,7 @@ class Releases:
 
         In quarantine a reader of a previous life may be on its way: then the engine is told only after it.
         """
-        if location.not_before_ms > self._ledger.clock.now_ms():
+        if location.not_before_ms > self._ledger.clock.patient_ms():
             return self._ledger.keep_claim(self._quarantine(location))
         order = self.order(location.holder, reason)
         return [Delete(keys.holding(location.holder)), self._ledger.keep_order(order)]
@@ -65,11 +65,12 @@ class Releases:
             compares.append(location.unchanged())
             if location.value is None:
                 return Decision(m.ReleaseOutcome.NOTHING, compares)
-            if location.value.not_before_ms > ledger.clock.now_ms():
+            if location.value.not_before_ms > ledger.clock.patient_ms():
                 ending = self.ending(location.key, location.value, m.ReleaseReason.CLAIM_TIMEOUT)
                 return Decision(m.ReleaseOutcome.CLAIMED, compares, ending)
             gone: list[Write] = [Delete(location.key), Delete(holding.key)]
-            return Decision(m.ReleaseOutcome.RELEASED, compares, gone)
+            ended, turns_unchanged = self._ended(location.value)
+            return Decision(m.ReleaseOutcome.RELEASED, [*compares, turns_unchanged], [*gone, ended])
 
         return await self._ledger.decide(attempt)
 
@@ -89,7 +90,9 @@ class Releases:
                     location = ledger.location_at(holding.value.location_key)
                     compares.append(location.unchanged())
                     if location.value is not None and location.value.holder == holder:
-                        writes.append(Delete(location.key))
+                        ended, turns_unchanged = self._ended(location.value)
+                        writes += [Delete(location.key), ended]
+                        compares.append(turns_unchanged)
             return Decision(None, compares, writes)
 
         await self._ledger.decide(attempt)
@@ -106,10 +109,23 @@ class Releases:
         location = self._ledger.location_at(store_key)
         if location.value is None:
             return Decision(m.ReleaseOutcome.NOTHING, [location.unchanged()])
-        if due_only and location.value.deadline_ms > self._ledger.clock.now_ms():
-            return Decision(m.ReleaseOutcome.NOTHING)
         ending = self.ending(store_key, location.value, reason)
-        return Decision(m.ReleaseOutcome.RELEASED, [location.unchanged()], ending)
+        if due_only:
+            if location.value.deadline_ms > self._ledger.clock.now_ms():
+                return Decision(m.ReleaseOutcome.NOTHING)
+            return Decision(m.ReleaseOutcome.RELEASED, [location.unchanged()], ending)
+        ended, turns_unchanged = self._ended(location.value)
+        return Decision(m.ReleaseOutcome.RELEASED, [location.unchanged(), turns_unchanged], [*ending, ended])
+
+    def _ended(self, location: m.Location) -> tuple[Write, Compare]:
+        """Return the note that a turn's location is over for good, and the compare that it rests on.
+
+        So that a late duplicate of its announcement does not put it on record again.
+        """
+        turns = self._ledger.turns_at(keys.turns(location.key))
+        known = turns.value or m.Turns(location.turn, "", location.turn)
+        ended = known._replace(ended_turn=max(known.ended_turn, location.turn))
+        return self._ledger.keep_turns(turns.key, ended, self._settings.turns_kept_ms), turns.unchanged()
 
     async def evict(self, turns_key: bytes) -> None:
         """Forget a conversation altogether, to make room for newer ones."""
@@ -153,7 +169,7 @@ class Releases:
             if claim.value is None:
                 return Decision(None)
             ends_ms = claim.value.deadline_ms + self._settings.claim_grace_s * 1000
-            if ends_ms > self._ledger.clock.now_ms():
+            if ends_ms > self._ledger.clock.patient_ms():
                 return Decision(None)
             ending = self._ending_claim(claim.value, m.ReleaseReason.CLAIM_TIMEOUT)
             return Decision(claim.value.location.holder, [claim.unchanged()], ending)

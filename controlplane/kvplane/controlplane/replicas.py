@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from importlib.metadata import version
 
@@ -11,6 +12,7 @@ from kvplane.controlplane import keys, records
 from kvplane.controlplane import model as m
 from kvplane.controlplane.fleet_time import FleetTime
 from kvplane.controlplane.ledger import Keep, Ledger
+from kvplane.controlplane.mirror import wait_for
 from kvplane.store.base import Event
 from kvplane.store.errors import StoreClosedError, StoreError
 
@@ -18,6 +20,8 @@ log = structlog.get_logger(__name__)
 
 _PULSES_PER_BOUND = 4
 """Pulses per time that a mirror may be stale, so that one or two may get lost."""
+_AGREE_PULSES = 3
+"""For how many of their intervals a starting replica waits for the pulse of another."""
 _ALIVE_MS = 5_000
 _VERSION = version("kvplane")
 
@@ -26,7 +30,8 @@ class Replicas:
     """Writes this replica's pulse and follows those of the others. None of them is special.
 
     When a pulse comes back through the watch, all that was committed before it has come too: so the mirror's
-    staleness is measured, not assumed. Each pulse tells the time as its replica has it.
+    staleness is measured, not assumed. Each pulse tells the time as its replica has it. A replica that starts
+    answers nothing before it has agreed on the time.
     """
 
     def __init__(self, ledger: Ledger, time: FleetTime, settings: m.Settings) -> None:
@@ -34,6 +39,8 @@ class Replicas:
         self._time = time
         self._every_s = settings.max_staleness_s / _PULSES_PER_BOUND
         self._seen: dict[str, int] = {}
+        self._agreed = False
+        self._heard = asyncio.Event()
         self.replica_id = secrets.token_hex(8)
         ledger.mirror.listen(keys.PULSES, self._on_pulse)
 
@@ -43,8 +50,23 @@ class Replicas:
             self._seen.pop(replica_id, None)
             return
         time_ms = records.load_pulse(event.current.value)
-        self._time.heard(time_ms)
+        if self._agreed:
+            self._time.heard(time_ms)
+        elif self._ledger.mirror.listed.is_set():
+            self._time.adopt(time_ms)
+            self._agreed = True
+            self._heard.set()
         self._seen[replica_id] = time_ms
+
+    async def _agree(self) -> None:
+        """Take the time of the replicas that run; without one, go on from where the last ones stopped."""
+        if self._seen:
+            await wait_for(self._heard, self._time, _AGREE_PULSES * self._every_s)
+        if not self._agreed:
+            self._agreed = True
+            self._time.heard(max(self._seen.values(), default=0))
+            if len(self._ledger.mirror):
+                self._time.distrust()
 
     def rank(self) -> int:
         """Return this replica's place among the living ones: 0 for the first. O(replicas)."""
@@ -52,7 +74,8 @@ class Replicas:
         return sum(other < self.replica_id for other, time_ms in self._seen.items() if time_ms >= since)
 
     async def run(self) -> None:
-        """Pulse until the store is closed; the store's being away is a matter of course."""
+        """Agree on the time, then pulse until the store is closed; its being away is a matter of course."""
+        await self._agree()
         pulse_key = keys.pulse(self.replica_id)
         while True:
             now = self._time.now_ms()

@@ -42,7 +42,7 @@ ENGINE_SERVICE = "kvplane.v1.EngineService"
 LOCATION_SERVICE = "kvplane.v1.LocationService"
 SERVICES = (ENGINE_SERVICE, LOCATION_SERVICE)
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-_FIRST_READ_S = 2.0
+_FIRST_READ_S = 5.0
 _RETRY_S = 0.5
 _HEALTH_EVERY_S = 1.0
 _HEALTH_DEADLINE_S = 2.0
@@ -59,7 +59,7 @@ class ControlPlane:
         self.store = store
         self.settings = settings
         self._clock = clock
-        time = FleetTime(clock)
+        time = FleetTime(clock, patience_s=2 * settings.claim_life_s)
         self.mirror = Mirror(store, time, max_staleness_s=settings.max_staleness_s if store.shared else None)
         ledger = Ledger(store, time, self.mirror)
         self.replicas = Replicas(ledger, time, settings)
@@ -82,10 +82,11 @@ class ControlPlane:
         """Start what has to run as long as the control plane does; the tasks are the caller's to cancel."""
         running = [
             asyncio.create_task(self._follow(), name="mirror"),
-            asyncio.create_task(self._once_read(self.sweeper.run), name="sweeper"),
+            asyncio.create_task(self._after(self.mirror.caught_up, self.sweeper.run), name="sweeper"),
         ]
         if self.store.shared:
-            running.append(asyncio.create_task(self._once_read(self.replicas.run), name="replicas"))
+            pulsing = self._after(self.mirror.listed, self.replicas.run)
+            running.append(asyncio.create_task(pulsing, name="replicas"))
         return running
 
     async def _follow(self) -> None:
@@ -101,8 +102,8 @@ class ControlPlane:
                 await self._clock.sleep(_RETRY_S)
         await self.mirror.run()
 
-    async def _once_read(self, run: Callable[[], Awaitable[None]]) -> None:
-        await self.mirror.caught_up.wait()
+    async def _after(self, event: asyncio.Event, run: Callable[[], Awaitable[None]]) -> None:
+        await event.wait()
         await run()
 
 
@@ -129,7 +130,8 @@ class ControlPlaneServer:
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+            ("grpc.http2.max_ping_strikes", 0),
             ("grpc.keepalive_time_ms", 10_000),
             ("grpc.keepalive_timeout_ms", 5_000),
             ("grpc.keepalive_permit_without_calls", 1),

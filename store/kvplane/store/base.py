@@ -122,7 +122,7 @@ class Store(ABC):
         return True
 
     def observe(self, listener: Callable[[Event], None]) -> Mapping[bytes, KeyValue] | None:
-        """Return the live contents, if they are at hand, and from then on have `listener` told of each change.
+        """Return the live contents, if they are at hand, and from then on tell `listener` of each change.
 
         At once, that is, within the call that makes it; the listener must not block, raise or call the store.
         None where that is not to be had: follow a watch.

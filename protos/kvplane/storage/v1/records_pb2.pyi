@@ -134,18 +134,20 @@ class ClaimRecord(_message.Message):
     def __init__(self, claim_id: _Optional[str] = ..., owner: _Optional[str] = ..., location: _Optional[_Union[LocationRecord, _Mapping]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
 
 class TurnRecord(_message.Message):
-    __slots__ = ("latest_turn", "request_id", "settled_turn", "in_flight_until_ms", "claimed_turn")
+    __slots__ = ("latest_turn", "request_id", "settled_turn", "in_flight_until_ms", "claimed_turn", "ended_turn")
     LATEST_TURN_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SETTLED_TURN_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_UNTIL_MS_FIELD_NUMBER: _ClassVar[int]
     CLAIMED_TURN_FIELD_NUMBER: _ClassVar[int]
+    ENDED_TURN_FIELD_NUMBER: _ClassVar[int]
     latest_turn: int
     request_id: str
     settled_turn: int
     in_flight_until_ms: int
     claimed_turn: int
-    def __init__(self, latest_turn: _Optional[int] = ..., request_id: _Optional[str] = ..., settled_turn: _Optional[int] = ..., in_flight_until_ms: _Optional[int] = ..., claimed_turn: _Optional[int] = ...) -> None: ...
+    ended_turn: int
+    def __init__(self, latest_turn: _Optional[int] = ..., request_id: _Optional[str] = ..., settled_turn: _Optional[int] = ..., in_flight_until_ms: _Optional[int] = ..., claimed_turn: _Optional[int] = ..., ended_turn: _Optional[int] = ...) -> None: ...
 
 class HoldingRecord(_message.Message):
     __slots__ = ("location_key", "claim_id")
