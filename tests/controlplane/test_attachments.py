@@ -99,9 +99,11 @@ async def test_a_large_location_superseded_in_quarantine_fits_one_transaction(ri
         assert result.outcome is m.AnnounceOutcome.ACCEPTED
 
 
-async def test_a_caller_that_does_not_read_is_not_read_from(rig: Rig) -> None:
+@pytest.mark.parametrize("start", [eager.now, eager.later])
+async def test_a_caller_that_does_not_read_is_not_read_from(rig: Rig, start: Any) -> None:
     """Else its answers would pile up without bound."""
-    taken = 0
+    taken, answered = 0, 0
+    reads = asyncio.Event()
 
     async def requests() -> AsyncIterator[location_pb2.TurnsRequest]:
         nonlocal taken
@@ -113,11 +115,17 @@ async def test_a_caller_that_does_not_read_is_not_read_from(rig: Rig) -> None:
                 operations=[location_pb2.TurnsOperation(id=number, lookup=lookup)]
             )
 
-    answers = multiplexed(rig.plane.location_servicer, requests(), eager.now)
-    first = await anext(answers)
+    async def write(answer: location_pb2.TurnsResponse) -> None:
+        nonlocal answered
+        await reads.wait()
+        answered += len(answer.results)
+
+    stream = asyncio.create_task(multiplexed(rig.plane.location_servicer, requests(), write, start))
     await rig.clock.advance(0)
-    assert taken <= MAX_OUTSTANDING + len(first.results) + 1
-    assert len(first.results) + sum([len(answer.results) async for answer in answers]) == 5000
+    assert taken <= MAX_OUTSTANDING
+    reads.set()
+    await stream
+    assert (taken, answered) == (5000, 5000)
 
 
 async def test_an_engine_announces_for_itself_only(rig: Rig) -> None:

@@ -58,7 +58,8 @@ def _unary(method: str, behavior: Callable[[Any, _Context], Awaitable[Any]]) -> 
         except (grpc.aio.AbortError, asyncio.CancelledError):
             raise
         except Exception as error:
-            await _abort(context, method, error)
+            if not context.done():  # else the caller has gone, and with it whom to tell
+                await _abort(context, method, error)
 
     return handle
 

@@ -219,9 +219,6 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         location = convert.location_out(value, now_ms=self._now(), revision=revision, brief=True)
         return location_pb2.LocationEvent(type=kind, location=location)
 
-    async def Turns(
-        self, request_iterator: AsyncIterator[location_pb2.TurnsRequest], context: Any
-    ) -> AsyncIterator[location_pb2.TurnsResponse]:
-        """See the protos."""
-        async for answer in multiplexed(self, request_iterator, self._ledger.start):
-            yield answer
+    async def Turns(self, request_iterator: AsyncIterator[location_pb2.TurnsRequest], context: Any) -> None:
+        """See the protos. Writes its answers itself: each layer of generators would cost a turn of the loop."""
+        await multiplexed(self, request_iterator, context.write, self._ledger.start)

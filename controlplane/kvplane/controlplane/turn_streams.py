@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
 
 import structlog
@@ -17,7 +17,10 @@ from kvplane.v1 import location_pb2 as pb
 log = structlog.get_logger(__name__)
 
 MAX_OUTSTANDING = 512
-"""Operations of one stream that are under way or whose answer is not taken; then it is not read further."""
+"""Operations of one stream that are under way; then it is not read further."""
+
+
+Write = Callable[[pb.TurnsResponse], Awaitable[None]]
 
 
 class Operations(Protocol):
@@ -51,16 +54,14 @@ _Outcome = m.Found | m.MissReason | BegunTurn | m.Claim | m.ReleaseOutcome
 class _Stream:
     """One stream: what is under way, and the answers that are ready to go."""
 
-    def __init__(self, operations: Operations, start: eager.Start[None]) -> None:
+    def __init__(self, operations: Operations, start: eager.Start[None], write: Write) -> None:
         self._operations = operations
         self._start = start
-        self._room = MAX_OUTSTANDING
-        self._has_room = asyncio.Event()
+        self._write = write
         self._running: set[asyncio.Task[None]] = set()
         self._ready = pb.TurnsResponse()
-        self._changed = asyncio.Event()
-        self._finished = False
-        self._failure: Exception | None = None
+        self._writer: asyncio.Task[None] | None = None
+        self._is_writing = False
 
     async def _perform(self, operation: pb.TurnsOperation) -> None:
         """Make one operation and put its answer among those that are ready."""
@@ -87,7 +88,8 @@ class _Stream:
             failed = self._ready.results.add(id=operation.id).error
             failed.code, failed.message, failed.reason = code.value[0], message, reason
 
-    async def _read(self, requests: AsyncIterator[pb.TurnsRequest]) -> None:
+    async def serve(self, requests: AsyncIterator[pb.TurnsRequest]) -> None:
+        """Perform operations as they come and write their answers, as long as the caller takes them."""
         try:
             async for request in requests:
                 operations = request.operations
@@ -95,54 +97,52 @@ class _Stream:
                 for number, operation in enumerate(operations, 1):
                     if not number % eager.SLICE:
                         await asyncio.sleep(0)  # what never waits would hold up all others
-                    while self._room <= 0:
-                        self._has_room.clear()
-                        self._changed.set()
-                        await self._has_room.wait()
-                    self._room -= 1
+                    while len(self._running) >= MAX_OUTSTANDING:
+                        await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
                     begun = self._start(self._perform(operation))
                     if begun is not None:
                         self._running.add(begun)
                         begun.add_done_callback(self._done)
-                if self._ready.results:
-                    self._changed.set()
-            if self._running:
+                await self._flush()
+            while self._running:
                 await asyncio.wait(self._running)
-        except Exception as error:
-            self._failure = error
-        self._finished = True
-        self._changed.set()
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
-        self._changed.set()
-
-    async def serve(self, requests: AsyncIterator[pb.TurnsRequest]) -> AsyncIterator[pb.TurnsResponse]:
-        """Perform all operations; yield answers as long as the caller takes them."""
-        reading = asyncio.create_task(self._read(requests))
-        try:
-            while True:
-                await self._changed.wait()
-                self._changed.clear()
-                if self._ready.results:
-                    answer, self._ready = self._ready, pb.TurnsResponse()
-                    count = len(answer.results)
-                    yield answer
-                    self._room += count
-                    self._has_room.set()
-                if self._failure is not None:
-                    raise self._failure
-                if self._finished and not self._ready.results and not self._running:
-                    return
+                await self._flush()
         finally:
-            tasks = [reading, *self._running]
+            tasks = [*self._running] if self._writer is None else [self._writer, *self._running]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _done(self, task: asyncio.Task[None]) -> None:
+        """Have the answer written, with those that come in the same turn of the loop."""
+        self._running.discard(task)
+        if self._writer is None and not self._is_writing and not task.cancelled():
+            self._writer = asyncio.create_task(self._write_ready())
 
-def multiplexed(
-    operations: Operations, requests: AsyncIterator[pb.TurnsRequest], start: eager.Start[None]
-) -> AsyncIterator[pb.TurnsResponse]:
+    async def _flush(self) -> None:
+        """Write what is ready. A caller that does not take its answers is not read from meanwhile."""
+        if self._writer is not None:
+            await self._writer
+        await self._write_ready()
+
+    async def _write_ready(self) -> None:
+        """Write what is ready, and what becomes so meanwhile; one at a time."""
+        if self._is_writing:
+            return
+        self._is_writing = True
+        try:
+            while self._ready.results:
+                answer, self._ready = self._ready, pb.TurnsResponse()
+                await self._write(answer)
+        finally:
+            self._is_writing, self._writer = False, None
+
+
+async def multiplexed(
+    operations: Operations,
+    requests: AsyncIterator[pb.TurnsRequest],
+    write: Write,
+    start: eager.Start[None],
+) -> None:
     """Perform operations as they come, concurrently; answer with all results that are ready, together."""
-    return _Stream(operations, start).serve(requests)
+    await _Stream(operations, start, write).serve(requests)
