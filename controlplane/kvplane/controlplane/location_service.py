@@ -219,6 +219,8 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         location = convert.location_out(value, now_ms=self._now(), revision=revision, brief=True)
         return location_pb2.LocationEvent(type=kind, location=location)
 
-    async def Turns(self, request_iterator: AsyncIterator[location_pb2.TurnsRequest], context: Any) -> None:
-        """See the protos. Writes its answers itself: each layer of generators would cost a turn of the loop."""
+    async def Turns(  # type: ignore[override]  # grpc.aio takes handlers that write as well as generators
+        self, request_iterator: AsyncIterator[location_pb2.TurnsRequest], context: Any
+    ) -> None:
+        """See the protos. It writes its answers itself: each layer of generators costs a turn of the loop."""
         await multiplexed(self, request_iterator, context.write, self._ledger.start)
