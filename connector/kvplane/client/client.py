@@ -52,6 +52,8 @@ def open_channel(address: str) -> grpc.aio.Channel:
         ("grpc.keepalive_timeout_ms", 1_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.ping_timeout_ms", 1_000),
+        ("grpc.http2.bdp_probe", 0),  # its pings stand in for those above, with a minute's patience
         ("grpc.initial_reconnect_backoff_ms", 200),
         ("grpc.min_reconnect_backoff_ms", 200),
         ("grpc.max_reconnect_backoff_ms", 1_000),
