@@ -10,27 +10,7 @@ from kvplane.controlplane import model as m
 from kvplane.controlplane.server import ControlPlane
 from kvplane.store.memory import MemoryStore
 from kvplane.store.testing import ManualClock, settle
-from tests.controlplane.harness import SharedStore, announcement, key, replica
-
-
-class Shifted:
-    """A clock whose wall time is another one's, shifted."""
-
-    def __init__(self, clock: ManualClock, seconds: float) -> None:
-        self._clock = clock
-        self.seconds = seconds
-
-    def now_ms(self) -> int:
-        return self._clock.now_ms() + round(self.seconds * 1000)
-
-    def monotonic(self) -> float:
-        return self._clock.monotonic()
-
-    async def sleep(self, seconds: float) -> None:
-        await self._clock.sleep(seconds)
-
-    async def advance(self, seconds: float) -> None:
-        await self._clock.advance(seconds)
+from tests.controlplane.harness import SharedStore, SteppedClock, announcement, key, replica
 
 
 class Pair:
@@ -74,7 +54,7 @@ async def pair() -> AsyncIterator[Pair]:
 async def test_a_replica_that_starts_ahead_ends_no_claim_early(pair: Pair) -> None:
     engine = await pair.retain("q", ttl_s=300)
     assert isinstance(await claim(pair.first), m.Claim)
-    async with replica(pair.store, Shifted(pair.clock, 60.0)):
+    async with replica(pair.store, SteppedClock(pair.clock, 60_000)):
         await pair.pass_time(5.0, engine)
         orders = await pair.first.attachments.waiting_orders("d", engine.engine_epoch)
         assert orders == [], "a reader has 30 s, and 10 s of grace"
@@ -83,7 +63,7 @@ async def test_a_replica_that_starts_ahead_ends_no_claim_early(pair: Pair) -> No
 async def test_a_replica_that_starts_ahead_ends_no_quarantine_early(pair: Pair) -> None:
     engine = await pair.retain("q", ttl_s=300, reannounced=True)
     assert await claim(pair.first) is m.MissReason.QUARANTINED
-    async with replica(pair.store, Shifted(pair.clock, 60.0)) as second:
+    async with replica(pair.store, SteppedClock(pair.clock, 60_000)) as second:
         await pair.pass_time(5.0, engine)
         assert await claim(pair.first) is m.MissReason.QUARANTINED
         assert await claim(second) is m.MissReason.QUARANTINED
@@ -92,7 +72,7 @@ async def test_a_replica_that_starts_ahead_ends_no_quarantine_early(pair: Pair) 
 @pytest.mark.parametrize("shift_s", [-60.0, 60.0])
 async def test_a_replica_with_another_wall_clock_hands_out_nothing_late(pair: Pair, shift_s: float) -> None:
     engine = await pair.retain("q", ttl_s=20)
-    async with replica(pair.store, Shifted(pair.clock, shift_s)) as second:
+    async with replica(pair.store, SteppedClock(pair.clock, round(shift_s * 1000))) as second:
         await pair.pass_time(10.5, engine)
         for plane in (pair.first, second):
             assert isinstance(await claim(plane), m.MissReason), "9.5 s left, 10 s promised"
@@ -100,11 +80,11 @@ async def test_a_replica_with_another_wall_clock_hands_out_nothing_late(pair: Pa
 
 @pytest.mark.parametrize("shift_s", [-60.0, 60.0])
 async def test_a_step_of_a_running_replicas_clock_moves_no_deadline(pair: Pair, shift_s: float) -> None:
-    clock = Shifted(pair.clock, 0.0)
+    clock = SteppedClock(pair.clock)
     async with replica(pair.store, clock) as second:
         engine = await pair.retain("q", ttl_s=20)
         await pair.pass_time(1.0, engine)
-        clock.seconds = shift_s
+        clock.step_ms = round(shift_s * 1000)
         await pair.pass_time(8.0, engine)
         assert isinstance(second.locations.lookup(key()), m.Found)
         assert isinstance(pair.first.locations.lookup(key()), m.Found)
@@ -116,7 +96,7 @@ async def test_a_step_of_a_running_replicas_clock_moves_no_deadline(pair: Pair, 
 @pytest.mark.parametrize("shift_s", [-60.0, 60.0])
 async def test_turns_increase_over_replicas_with_different_clocks(pair: Pair, shift_s: float) -> None:
     engine = await pair.retain("q", ttl_s=300)
-    async with replica(pair.store, Shifted(pair.clock, shift_s)) as second:
+    async with replica(pair.store, SteppedClock(pair.clock, round(shift_s * 1000))) as second:
         await pair.pass_time(1.0, engine)
         turns = list[int]()
         for number in range(6):

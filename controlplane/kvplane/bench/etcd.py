@@ -70,10 +70,12 @@ async def run(settings: EtcdSettings, clock: Clock, options: Options, core: int 
         ways: dict[str, Measure] = {"raw": partial(once, raw)}
         for grouped in (True, False):
             name = "grouped" if grouped else "single"
-            own = replace(settings, prefix=settings.prefix + name.encode() + b"/")
             kind = EtcdStore if grouped else UngroupedEtcdStore
-            store = await stack.enter_async_context(kind(own, clock))
+            # Not below the control plane's prefix: it would follow what is written here.
+            apart = replace(settings, prefix=settings.prefix + name.encode() + b"-store/")
+            store = await stack.enter_async_context(kind(apart, clock))
             ways[f"store, {name}"] = partial(once, Claims(store))
+            own = replace(settings, prefix=settings.prefix + name.encode() + b"/")
             serving = served(replace(options, store=own), "plane", core, grouped=grouped)
             server, channel = await stack.enter_async_context(serving)
             engine = await Engine.attached(channel)
