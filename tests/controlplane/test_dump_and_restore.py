@@ -165,7 +165,9 @@ async def test_a_store_with_records_is_left_alone_unless_forced(filled: Rig) -> 
 
 async def test_running_replicas_do_not_make_a_store_full(empty: FaultInjectingStore, filled: Rig) -> None:
     await ensure_schema(empty)
-    await empty.transact([], [Put(keys.pulse(f"r{n}"), records.dump_pulse(1, "1")) for n in range(3)])
+    await empty.transact(
+        [], [Put(keys.pulse(f"r{n}"), records.dump_pulse(m.Pulse(1, "1", None))) for n in range(3)]
+    )
     result = await restore_dump(empty, ManualClock(), await dump_of(filled.store), turns_kept_ms=KEPT_MS)
     assert result.written == {"epochs": 1, "turns": 2}
 

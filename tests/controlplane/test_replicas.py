@@ -8,10 +8,14 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from kvplane.controlplane import keys
 from kvplane.controlplane import model as m
 from kvplane.controlplane.errors import StaleEpochError, SupersededStreamError
 from kvplane.controlplane.fleet_time import FleetTime
+from kvplane.controlplane.replicas import TermsDifferError
+from kvplane.controlplane.schema import read_schema
 from kvplane.controlplane.server import ControlPlane
+from kvplane.store.base import Delete
 from kvplane.store.errors import StoreFullError, StoreUnavailableError
 from kvplane.store.memory import MemoryStore
 from kvplane.store.testing import ManualClock, settle
@@ -304,3 +308,24 @@ async def test_what_a_message_spent_on_its_way_is_taken_off_the_life_it_announce
     await rig.keep_alive(engine, 30.0)
     assert attachments.delay_s(at, sent_at_ms=7_000) == pytest.approx(29.0)
     assert attachments.delay_s(at, sent_at_ms=0) == 0.0, "not said"
+
+
+async def test_a_replica_that_promises_other_durations_does_not_run_next_to_others(fleet: Fleet) -> None:
+    async with AsyncExitStack() as stack:
+        other = ControlPlane(SharedStore(fleet.memory), fleet.clock, m.Settings(claim_timeout_s=300))
+        tasks = other.start()
+        for task in tasks:
+            stack.callback(task.cancel)
+        await fleet.clock.advance(3.0)
+        failed = [error for task in tasks if task.done() and (error := task.exception()) is not None]
+        assert [type(error) for error in failed] == [TermsDifferError]
+        assert "claim_life 310 s here and 40 s there" in str(failed[0])
+        with pytest.raises(StoreUnavailableError):
+            other.mirror.require_fresh()
+
+
+async def test_a_store_that_was_emptied_gets_its_schema_again(fleet: Fleet) -> None:
+    assert await read_schema(fleet.memory) is not None
+    await fleet.memory.transact([], [Delete(keys.schema())])
+    await fleet.clock.advance(1.0)
+    assert await read_schema(fleet.memory) is not None

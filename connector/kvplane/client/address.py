@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 
+_DNS = re.compile(r"dns:(//[^/]*/)?/?[^/:]+:[0-9]{1,5}|dns:(//[^/]*/)?/?\[[0-9a-fA-F:]+\]:[0-9]{1,5}")
 _TARGET_SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:")
 
 
@@ -12,6 +14,10 @@ def checked_address(value: str) -> str:
 
     Raises ValueError with what is wrong.
     """
+    if any(character.isspace() for character in value.strip()) and "," not in value:
+        raise ValueError(f"{value!r} has spaces in it; put commas between addresses")
+    if value.startswith("dns:") and not _DNS.fullmatch(value):
+        raise ValueError(f"{value!r} is no gRPC target; write dns:///NAME:PORT")
     if value.startswith(_TARGET_SCHEMES):
         return value
     parts = value.split(",")

@@ -21,7 +21,9 @@ from pydantic_settings import (
 )
 
 ENV_PREFIX = "KVPLANE_"
-_ENV_OF_OTHERS = frozenset({"KVPLANE_ADDRESS", "KVPLANE_ENDPOINT", "KVPLANE_VLLM_VENV"})
+_ENV_OF_OTHERS = frozenset(
+    {"KVPLANE_ADDRESS", "KVPLANE_CONFIG", "KVPLANE_ENDPOINT", "KVPLANE_ETCD", "KVPLANE_VLLM_VENV"}
+)
 """Variables of the connector and of the demo's rig."""
 
 
@@ -54,7 +56,11 @@ class Config(BaseSettings):
         (), description="Base URLs of prefill engines; in the environment separated by commas."
     )
     decode: Annotated[tuple[str, ...], NoDecode] = Field((), description="Base URLs of decode engines.")
-    plane: str | None = Field(None, description="Control plane of a router that runs alone: host:port.")
+    plane: str | None = Field(
+        None,
+        description="Control planes of a router that runs alone: HOST:PORT, IP:PORT,IP:PORT,..."
+        " or dns:///NAME:PORT.",
+    )
     path: Literal["auto", "cold", "pull", "direct"] = Field(
         "auto", description="auto, cold, pull or direct; auto takes the cheapest way."
     )

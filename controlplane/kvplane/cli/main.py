@@ -121,6 +121,7 @@ def up(
     min_remaining: o.MinRemaining = None,
     claim_timeout: o.ClaimTimeout = None,
     engine_lease: o.EngineLease = None,
+    max_staleness: o.MaxStaleness = None,
     max_conversations: o.MaxConversations = None,
     drain_timeout: o.DrainTimeout = None,
     log_level: o.LogLevel = None,

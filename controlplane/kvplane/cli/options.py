@@ -28,7 +28,11 @@ def _switch(name: str) -> Any:
 
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", help="TOML file with options, named as the flags, with underscores."),
+    typer.Option(
+        "--config",
+        envvar="KVPLANE_CONFIG",
+        help="TOML file with options, named as the flags, with underscores.",
+    ),
 ]
 Store = Annotated[str | None, _flag("store")]
 GrpcHost = Annotated[str | None, _flag("grpc_host")]

@@ -21,7 +21,7 @@ from kvplane.router.app import RouterServer, RouterStartError
 from kvplane.router.policy import PathMode, Thresholds
 from kvplane.router.settings import RouterSettings, SettingsError
 from kvplane.store.clock import SystemClock
-from kvplane.store.url import StoreUrlError, open_store
+from kvplane.store.url import StoreUrlError, open_store, without_password
 
 log = structlog.get_logger(__name__)
 
@@ -87,6 +87,7 @@ async def _control_plane(config: Config) -> AsyncIterator[ControlPlaneServer]:
         max_conversations=config.max_conversations,
     )
     async with open_store(config.store, clock) as store:
+        log.info("store_opened", store=without_password(config.store), shared=store.shared)
         server = ControlPlaneServer(store, clock, settings)
         try:
             try:

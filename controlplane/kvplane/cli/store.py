@@ -171,7 +171,10 @@ def _as_text(inventory: Inventory) -> str:
         lines += [f"  {example}" for example in finding.examples]
         if finding.count > len(finding.examples):
             lines.append(f"  and {finding.count - len(finding.examples):,} more")
-    return "\n".join(lines) + ("" if inventory.findings else "nothing is wrong")
+    if not inventory.findings:
+        is_unused = schema is None and not inventory.tallies
+        lines.append("nothing is here: no kvplane uses this prefix" if is_unused else "nothing is wrong")
+    return "\n".join(lines)
 
 
 @store_app.command()

@@ -51,6 +51,7 @@ class Mirror:
         self._revision = 0  # all changes up to here have been applied
         self._confirmed_at = float("-inf")
         self._awaited: tuple[int, float] | None = None  # (revision, when its write began)
+        self._is_broken = False
         self._listeners: dict[bytes, list[Listener]] = {}
         self._waiters: dict[bytes, set[asyncio.Event]] = {}
         self.listed = asyncio.Event()
@@ -164,7 +165,9 @@ class Mirror:
                 log.warning("store_began_anew", cause=str(error))
                 self._forget_everything()
             except StoreUnavailableError as error:
-                log.warning("store_watch_broken", cause=str(error))
+                if not self._is_broken:
+                    self._is_broken = True
+                    log.warning("store_watch_broken", cause=str(error))
                 await self._clock.sleep(_RETRY_S)
 
     async def _list(self) -> None:
@@ -199,6 +202,7 @@ class Mirror:
 
     def _reached(self, revision: int) -> None:
         self._revision = revision
+        self._is_broken = False
         gone = self._gone
         while gone and gone[oldest := next(iter(gone))] <= revision:
             del gone[oldest]
@@ -239,8 +243,8 @@ class Mirror:
         for listener in self._listeners.get(event.key[:2], ()):
             try:
                 listener(event)
-            except Exception:
-                log.exception("store_listener_failed")
+            except Exception as error:
+                log.error("record_not_understood", store_key=repr(event.key), cause=repr(error))
 
 
 async def wait_for(event: asyncio.Event, clock: Clock, seconds: float) -> bool:

@@ -177,6 +177,22 @@ class EngineProfile:
     transfer_mode: str = ""
 
 
+class Terms(NamedTuple):
+    """Durations that replicas of one store promise alike, in milliseconds."""
+
+    claim_life_ms: int
+    location_ttl_ms: int
+    engine_lease_ms: int
+
+
+class Pulse(NamedTuple):
+    """A replica's sign of life: the time as it has it, its version, and what it promises."""
+
+    time_ms: int
+    version: str
+    terms: Terms | None
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
     """An engine as it registered."""

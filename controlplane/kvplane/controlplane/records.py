@@ -194,14 +194,17 @@ def load_load(raw: bytes) -> tuple[int, m.EngineLoad]:
     return record.engine_epoch, m.EngineLoad(**m.members(record, m.EngineLoad))
 
 
-def dump_pulse(time_ms: int, version: str) -> bytes:
+def dump_pulse(value: m.Pulse) -> bytes:
     """Return a replica's sign of life as stored."""
-    return pb.PulseRecord(time_ms=time_ms, version=version).SerializeToString()
+    terms = {} if value.terms is None else value.terms._asdict()
+    return pb.PulseRecord(time_ms=value.time_ms, version=value.version, **terms).SerializeToString()
 
 
-def load_pulse(raw: bytes) -> int:
-    """Return the time that a replica's sign of life tells, in milliseconds."""
-    return pb.PulseRecord.FromString(raw).time_ms
+def load_pulse(raw: bytes) -> m.Pulse:
+    """Return a replica's sign of life."""
+    record = pb.PulseRecord.FromString(raw)
+    terms = m.Terms(record.claim_life_ms, record.location_ttl_ms, record.engine_lease_ms)
+    return m.Pulse(record.time_ms, record.version, terms if record.claim_life_ms else None)
 
 
 def dump_turns(value: m.Turns) -> bytes:

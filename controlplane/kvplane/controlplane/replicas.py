@@ -13,6 +13,7 @@ from kvplane.controlplane import model as m
 from kvplane.controlplane.fleet_time import FleetTime
 from kvplane.controlplane.ledger import Keep, Ledger
 from kvplane.controlplane.mirror import wait_for
+from kvplane.controlplane.schema import SchemaError, ensure_schema
 from kvplane.store.base import Event
 from kvplane.store.errors import StoreClosedError, StoreError
 
@@ -24,6 +25,21 @@ _AGREE_PULSES = 3
 """For how many of their intervals a starting replica waits for the pulse of another."""
 _ALIVE_MS = 5_000
 _VERSION = version("kvplane")
+
+
+class TermsDifferError(SchemaError):
+    """This replica would promise other durations than those that run. One line that says which."""
+
+    def __init__(self, ours: m.Terms, theirs: m.Terms) -> None:
+        differing = [
+            f"{name.removesuffix('_ms')} {mine / 1000:g} s here and {other / 1000:g} s there"
+            for name, mine, other in zip(m.Terms._fields, ours, theirs, strict=True)
+            if mine != other
+        ]
+        super().__init__(
+            f"other replicas run on this store with other durations ({', '.join(differing)}): what one"
+            " promises a reader another would break; give all the same, stopping all of them to change it"
+        )
 
 
 class Replicas:
@@ -39,6 +55,12 @@ class Replicas:
         self._time = time
         self._every_s = settings.max_staleness_s / _PULSES_PER_BOUND
         self._seen: dict[str, int] = {}
+        self._terms = m.Terms(
+            round(settings.claim_life_s * 1000),
+            round(settings.max_location_ttl_s * 1000),
+            round(settings.engine_lease_s * 1000),
+        )
+        self._others_terms: m.Terms | None = None
         self._agreed = False
         self._heard = asyncio.Event()
         self.replica_id = secrets.token_hex(8)
@@ -49,14 +71,15 @@ class Replicas:
         if event.current is None:
             self._seen.pop(replica_id, None)
             return
-        time_ms = records.load_pulse(event.current.value)
+        pulse = records.load_pulse(event.current.value)
         if self._agreed:
-            self._time.heard(time_ms)
+            self._time.heard(pulse.time_ms)
         elif self._ledger.mirror.listed.is_set():
-            self._time.adopt(time_ms)
+            self._time.adopt(pulse.time_ms)
             self._agreed = True
+            self._others_terms = pulse.terms
             self._heard.set()
-        self._seen[replica_id] = time_ms
+        self._seen[replica_id] = pulse.time_ms
 
     async def _agree(self) -> None:
         """Take the time of the replicas that run; without one, go on from where the last ones stopped."""
@@ -67,6 +90,8 @@ class Replicas:
             self._time.heard(max(self._seen.values(), default=0))
             if len(self._ledger.mirror):
                 self._time.distrust()
+        if self._others_terms not in (None, self._terms):
+            raise TermsDifferError(self._terms, self._others_terms)
 
     def rank(self) -> int:
         """Return this replica's place among the living ones: 0 for the first. O(replicas)."""
@@ -74,14 +99,19 @@ class Replicas:
         return sum(other < self.replica_id for other, time_ms in self._seen.items() if time_ms >= since)
 
     async def run(self) -> None:
-        """Agree on the time, then pulse until the store is closed; its being away is a matter of course."""
+        """Agree on the time, then pulse until the store is closed; its being away is a matter of course.
+
+        Raises TermsDifferError, SchemaError.
+        """
         await self._agree()
         pulse_key = keys.pulse(self.replica_id)
         while True:
             now = self._time.now_ms()
             try:
-                pulse = Keep(pulse_key, records.dump_pulse(now, _VERSION), now + _ALIVE_MS)
-                await self._ledger.commit([], [pulse])
+                if self._ledger.mirror.get(keys.schema()) is None:  # the store was emptied under us
+                    await ensure_schema(self._ledger.store)
+                value = records.dump_pulse(m.Pulse(now, _VERSION, self._terms))
+                await self._ledger.commit([], [Keep(pulse_key, value, now + _ALIVE_MS)])
                 self._note(None)
             except StoreClosedError:
                 return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, Self
@@ -42,7 +41,7 @@ ENGINE_SERVICE = "kvplane.v1.EngineService"
 LOCATION_SERVICE = "kvplane.v1.LocationService"
 SERVICES = (ENGINE_SERVICE, LOCATION_SERVICE)
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-_FIRST_READ_S = 5.0
+_FIRST_READ_S = 3.0
 _RETRY_S = 0.5
 _HEALTH_EVERY_S = 1.0
 _HEALTH_DEADLINE_S = 2.0
@@ -91,6 +90,7 @@ class ControlPlane:
 
     async def _follow(self) -> None:
         """Follow the store, once it has been found to be one that this software may use."""
+        cause = ""
         while self.store.shared:
             try:
                 await ensure_schema(self.store)
@@ -98,7 +98,9 @@ class ControlPlane:
             except StoreClosedError:
                 return
             except StoreError as error:
-                log.warning("store_not_usable_yet", cause=str(error))
+                if str(error) != cause:
+                    cause = str(error)
+                    log.warning("store_not_usable_yet", cause=cause)
                 await self._clock.sleep(_RETRY_S)
         await self.mirror.run()
 
@@ -157,13 +159,24 @@ class ControlPlaneServer:
                     with contextlib.suppress(StoreError):
                         await ensure_schema(self.plane.store)
                 self._start_tasks()
-                await self.plane.mirror.caught_up.wait()
+                await self._until_ready()
         if not self._tasks:
             self._start_tasks()
         await self._check_health()
         await server.start()
         log.info("control_plane_started", address=address, port=self.port)
         return self.port
+
+    async def _until_ready(self) -> None:
+        """Wait until calls can be answered. Raises SchemaError, and what else a task failed with."""
+        ready = asyncio.create_task(self.plane.mirror.caught_up.wait())
+        try:
+            await asyncio.wait([ready, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ready.cancel()
+        for task in self._tasks:
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                raise error
 
     def _start_tasks(self) -> None:
         self._tasks = [*self.plane.start(), asyncio.create_task(self._watch_health(), name="health")]
@@ -194,9 +207,10 @@ class ControlPlaneServer:
         serving = not trouble
         if serving != self._serving:
             self._serving = serving
-            log.log(
-                logging.INFO if serving else logging.WARNING, "health_changed", serving=serving, cause=trouble
-            )
+            if serving:
+                log.info("health_changed", serving=True)
+            else:
+                log.warning("health_changed", serving=False, cause=trouble)
             await self._set_health(serving)
 
     async def _set_health(self, serving: bool) -> None:

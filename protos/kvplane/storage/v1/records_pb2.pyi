@@ -54,12 +54,18 @@ class LoadRecord(_message.Message):
     def __init__(self, engine_epoch: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., free_blocks: _Optional[int] = ..., retained_blocks: _Optional[int] = ..., retained_conversations: _Optional[int] = ...) -> None: ...
 
 class PulseRecord(_message.Message):
-    __slots__ = ("time_ms", "version")
+    __slots__ = ("time_ms", "version", "claim_life_ms", "location_ttl_ms", "engine_lease_ms")
     TIME_MS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_LIFE_MS_FIELD_NUMBER: _ClassVar[int]
+    LOCATION_TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     time_ms: int
     version: str
-    def __init__(self, time_ms: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
+    claim_life_ms: int
+    location_ttl_ms: int
+    engine_lease_ms: int
+    def __init__(self, time_ms: _Optional[int] = ..., version: _Optional[str] = ..., claim_life_ms: _Optional[int] = ..., location_ttl_ms: _Optional[int] = ..., engine_lease_ms: _Optional[int] = ...) -> None: ...
 
 class ProfileRecord(_message.Message):
     __slots__ = ("model", "model_revision", "kv_dtype", "block_size", "tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size", "engine_version", "transfer_mode")

@@ -27,6 +27,8 @@ _ANSWER_S = 2.0  # to a ping, and to the beginning of a connection
 _RECONNECT_AFTER_S = (0.1, 1.0)
 _LOOK_AGAIN_S = 0.01
 _PROBE_AGAIN_S = 0.1
+_WHY_S = 0.2
+_WHY_LENGTH = 200
 
 T = TypeVar("T")
 
@@ -153,7 +155,7 @@ class Endpoints:
             while (now := self._clock.monotonic()) < until:
                 states = {endpoint: endpoint.state() for endpoint in self._all}
                 if not probes and all(state in _DOWN for state in states.values()):
-                    raise StoreUnavailableError("no endpoint of etcd can be reached")
+                    raise StoreUnavailableError(f"no endpoint of etcd can be reached: {await self._why()}")
                 for endpoint, state in states.items():
                     if state is _READY and now >= not_before[endpoint]:
                         not_before[endpoint] = until
@@ -175,6 +177,18 @@ class Endpoints:
             for task in probes:
                 task.cancel()
             await asyncio.gather(*probes, return_exceptions=True)
+
+    async def _why(self) -> str:
+        """Return for people why each endpoint cannot be reached."""
+        probes = [self._probe(endpoint, _WHY_S) for endpoint in self._all]
+        reasons = list[str]()
+        for endpoint, outcome in zip(
+            self._all, await asyncio.gather(*probes, return_exceptions=True), strict=True
+        ):
+            text = outcome.details() if isinstance(outcome, grpc.aio.AioRpcError) else str(outcome or "")
+            reason = (text or "").rpartition("last error: ")[2].strip() or "it does not answer"
+            reasons.append(f"{endpoint.address}: {reason[:_WHY_LENGTH]}")
+        return "; ".join(reasons)
 
     def _connect(self) -> None:
         credentials, options = _credentials(self._settings.tls), _options(self._settings)
