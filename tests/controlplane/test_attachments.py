@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvplane.controlplane import eager, validate
+from kvplane.controlplane import eager, turn_streams, validate
 from kvplane.controlplane import model as m
 from kvplane.controlplane.errors import InvalidFieldError, SupersededStreamError
 from kvplane.controlplane.turn_streams import MAX_OUTSTANDING, multiplexed
@@ -143,3 +143,14 @@ async def test_an_engine_announces_for_itself_only(rig: Rig) -> None:
     wire.ttl.FromSeconds(400)
     with pytest.raises(InvalidFieldError, match="own id"):
         validate.announcement(wire, "d")
+
+
+async def test_answers_too_large_for_one_message_go_as_several() -> None:
+    answer = location_pb2.TurnsResponse()
+    for number in range(40):
+        result = answer.results.add(id=number)
+        result.claim.claim.location.kv_transfer_params = bytes(1_000_000)
+    parts = turn_streams._parts(answer)
+    assert len(parts) > 1
+    assert all(part.ByteSize() <= turn_streams.MAX_ANSWER_BYTES for part in parts)
+    assert [result.id for part in parts for result in part.results] == list(range(40))

@@ -8,14 +8,14 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from kvplane.controlplane import keys
+from kvplane.controlplane import keys, records
 from kvplane.controlplane import model as m
 from kvplane.controlplane.errors import StaleEpochError, SupersededStreamError
 from kvplane.controlplane.fleet_time import FleetTime
 from kvplane.controlplane.replicas import TermsDifferError
 from kvplane.controlplane.schema import read_schema
 from kvplane.controlplane.server import ControlPlane
-from kvplane.store.base import Delete
+from kvplane.store.base import Delete, Put
 from kvplane.store.errors import StoreFullError, StoreUnavailableError
 from kvplane.store.memory import MemoryStore
 from kvplane.store.testing import ManualClock, settle
@@ -29,6 +29,11 @@ from tests.controlplane.harness import (
     key,
     replica,
 )
+
+LOCATION = m.Location(
+    key("due"), m.Holder("d", -1, "q" * 5000), 1, 1, 1, b"{}", m.Fingerprint(64, b"x" * 8), deadline_ms=1
+)
+"""What no replica would write."""
 
 
 class Fleet:
@@ -171,7 +176,7 @@ def test_fleet_time_follows_the_one_ahead_and_no_step() -> None:
     assert time.now_ms() == start
     time.heard(start + 500)
     manual.jump(1.0)
-    assert time.now_ms() == time.patient_ms() == start + 1500
+    assert (time.now_ms(), time.patient_ms()) == (start + 1500, start + 1000)
 
 
 def test_a_move_ahead_counts_late_for_what_must_not_be_over_early() -> None:
@@ -329,3 +334,95 @@ async def test_a_store_that_was_emptied_gets_its_schema_again(fleet: Fleet) -> N
     await fleet.memory.transact([], [Delete(keys.schema())])
     await fleet.clock.advance(1.0)
     assert await read_schema(fleet.memory) is not None
+
+
+async def test_before_it_has_agreed_on_the_time_a_replica_answers_nothing(fleet: Fleet) -> None:
+    one = fleet.rigs[0]
+    engine = await one.engine()
+    await one.retain(engine, "q1")
+    assert isinstance(await one.claim(), m.Claim)
+    store = SharedStore(fleet.memory)
+    ahead = ControlPlane(store, SteppedClock(fleet.clock, 3_600_000), m.Settings())
+    tasks = ahead.start()
+    store.fail_next("transact", times=3)  # not even the pulses get through
+    await settle()
+    assert ahead.mirror.listed.is_set()
+    with pytest.raises(StoreUnavailableError):
+        await ahead.engines.register(engine.spec, "again")
+    with pytest.raises(StoreUnavailableError):
+        await ahead.engines.drain("d")
+    await one.keep_alive(engine, 6.0)
+    assert await one.orders(engine) == {}, "a reader has 30 s, and 10 s of grace"
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_pulse_that_was_long_on_its_way_sets_no_clock_back(fleet: Fleet) -> None:
+    store = SharedStore(fleet.memory)
+    plane = ControlPlane(store, fleet.clock, m.Settings())
+    tasks = plane.start()
+    await settle()
+    late = m.Pulse(fleet.clock.now_ms() - 60_000, "0", None)
+    await fleet.memory.transact([], [Put(keys.pulse("late"), records.dump_pulse(late))])
+    await fleet.clock.advance(2.0)
+    assert plane.replicas._time.now_ms() == fleet.clock.now_ms()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_store_that_began_anew_unnoticed_is_found_out_by_the_next_pulse(fleet: Fleet) -> None:
+    """Emptied, and by now with a longer history than the one that a replica knows."""
+    one, other = fleet.rigs
+    engine = await one.engine()
+    await one.retain(engine, "q1")
+    await fleet.clock.advance(1.0)
+    schema = other.plane.mirror.get(keys.schema())
+    assert schema is not None
+    other.plane.mirror._items[schema.key] = schema._replace(mod_revision=10_000)
+    await fleet.clock.advance(2.0)
+    again = other.plane.mirror.get(keys.schema())
+    assert again is not None
+    assert again.mod_revision == schema.mod_revision
+    await one.keep_alive(engine, 6.0)
+    assert isinstance(await other.lookup(), m.Found), "an engine that lives is not taken for gone"
+
+
+@pytest.mark.parametrize(
+    ("store_key", "value"),
+    [
+        (b"l/garbage", b"\xff\xff"),
+        (b"c/\xff\xfe", b"\xff"),
+        (b"t/garbage", b"\xff\xff"),
+        (b"x/\x00\x01d" + bytes(8) + b"\xff", b"\xff\xff"),
+        (b"o/\x00\x01d" + bytes(7) + b"\x01q", b"\xff\xff"),
+        (b"o/x", b""),
+        (b"e/garbage", b"\xff\xff"),
+        (b"n/d", b"\xff\xff"),
+        (b"w/d", b"\xff\xff"),
+        (b"h/garbage", b"\xff\xff"),
+        (b"h/far", records.dump_pulse(m.Pulse(2**62, "0", None))),
+        (keys.location(key("due")), records.dump_location(LOCATION)),
+        (keys.claim("due"), records.dump_claim(m.Claim("due", "r", LOCATION, 1))),
+        (b"?/unknown", b"x"),
+    ],
+)
+async def test_one_bad_record_takes_nothing_else_with_it(store_key: bytes, value: bytes) -> None:
+    async with AsyncExitStack() as stack:
+        fleet = Fleet(stack)
+        await stack.enter_async_context(fleet.memory)
+        await fleet.memory.transact([], [Put(store_key, value)])
+        rig = await fleet.add()
+        engine = await rig.engine()
+        await rig.retain(engine, "q1", ttl_s=20)
+        await rig.retain(engine, "q2", key("other"), ttl_s=300)
+        again = await rig.engine()
+        await rig.retain(again, "q3", ttl_s=20)
+        await rig.keep_alive(again, 25.0)
+        assert await rig.orders(again) == {"q3": m.ReleaseReason.EXPIRED}
+        found, _, _ = await rig.plane.locations.list(after=b"", limit=100, tenant_id="t", engine_id="d")
+        assert [item.location.holder for item, _ in found if item.location.key == key()] == []
+        engines, _ = await rig.plane.engines.list(after="", limit=10)
+        assert "d" in [live.engine.spec.engine_id for live in engines]
+        rig.plane.mirror.require_fresh()

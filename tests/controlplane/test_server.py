@@ -377,3 +377,9 @@ async def test_reflection_v1_answers_as_v1alpha_does(wire: Wire) -> None:
     await call.done_writing()
     answer: Any = await call.read()
     assert {service.name for service in answer.list_services_response.service} >= set(SERVICES)
+
+
+async def test_a_claim_takes_no_name_that_is_kept_for_quarantines(wire: Wire) -> None:
+    with pytest.raises(ControlPlaneError) as raised:
+        await wire.client.claim_location(KEY, "quarantine/d/1/q", "router")
+    assert raised.value.reason == "INVALID_FIELD"

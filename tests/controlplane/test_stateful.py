@@ -58,6 +58,7 @@ class History(RuleBasedStateMachine):
         self.blocks: dict[str, Blocks] = {}
         self.newest: dict[str, int] = {}
         self.over: dict[str, int] = {}
+        self.recorded: list[Blocks] = []
         self.count = 0
 
     def start(self) -> AbstractAsyncContextManager[Rig]:
@@ -139,12 +140,19 @@ class History(RuleBasedStateMachine):
             return
         newest = self.newest.get(blocks.conversation, 0)
         if result.outcome is m.AnnounceOutcome.SUPERSEDED:
-            assert blocks.turn < newest or blocks.turn <= self.over.get(blocks.conversation, 0)
+            expired = [
+                other.turn
+                for other in self.recorded
+                if other.conversation == blocks.conversation and other.ttl_ends <= self.now
+            ]
+            over = max(self.over.get(blocks.conversation, 0), *expired, 0)
+            assert blocks.turn < newest or blocks.turn <= over
             return
         assert result.outcome is m.AnnounceOutcome.ACCEPTED
         assert blocks.turn >= newest
         assert blocks.turn > self.over.get(blocks.conversation, 0), "back from the dead"
         self.newest[blocks.conversation] = blocks.turn
+        self.recorded.append(blocks)
         self.blocks[request_id] = blocks
 
     @rule(conversation=CONVERSATIONS, owner=st.sampled_from(["r1", "r2"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 import structlog
@@ -20,7 +21,7 @@ from kvplane.controlplane.errors import (
     SupersededStreamError,
     UnknownEngineError,
 )
-from kvplane.controlplane.ledger import Ledger
+from kvplane.controlplane.ledger import Ledger, understood
 from kvplane.controlplane.locations import Locations
 from kvplane.controlplane.releases import Releases
 from kvplane.store.base import Event
@@ -213,18 +214,19 @@ class Attachments:
             validate.announcement(wire, engine_id, "announcements")
             value = convert.announcement_in(wire, delay_s)
             result = await self._locations.announce(engine_id, engine_epoch, value, stream=stream)
-        except (InvalidFieldError, EngineDrainingError, ContentionError, InvalidStoreRequestError) as error:
+        except (InvalidFieldError, EngineDrainingError, InvalidStoreRequestError) as error:
             log.warning("announcement_refused", engine_id=engine_id, cause=str(error))
             result = m.Announced(m.AnnounceOutcome.REFUSED, detail=str(error))
         return convert.announced_out(wire.request_id, result)
 
     async def waiting_orders(self, engine_id: str, engine_epoch: int) -> list[m.Order]:
         """Return the orders that wait for an incarnation."""
-        prefix = keys.incarnation_orders(engine_id, engine_epoch)
-        return [
-            records.load_order(keys.holder_of(item.key), item.value)
-            async for item in self._ledger.scan(prefix)
-        ]
+        orders = list[m.Order]()
+        async for item in self._ledger.scan(keys.incarnation_orders(engine_id, engine_epoch)):
+            order = understood(item, partial(records.load_order, keys.holder_of(item.key)))
+            if order is not None:
+                orders.append(order)
+        return orders
 
 
 class _Conversation:

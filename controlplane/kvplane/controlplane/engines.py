@@ -10,7 +10,7 @@ import structlog
 from kvplane.controlplane import keys, records
 from kvplane.controlplane import model as m
 from kvplane.controlplane.errors import StaleEpochError, SupersededStreamError, UnknownEngineError
-from kvplane.controlplane.ledger import Decision, Keep, Ledger, Stored, Write, same_state
+from kvplane.controlplane.ledger import Decision, Keep, Ledger, Stored, Write, same_state, understood
 from kvplane.store.base import Compare, Delete, Lease, Put
 from kvplane.store.errors import LeaseNotFoundError, StoreError
 
@@ -18,6 +18,8 @@ log = structlog.get_logger(__name__)
 
 EPOCH_KEPT_MS = 7 * 86_400_000
 """Epochs follow the clock; the last one is remembered in case the clock is set back."""
+_MAX_EPOCH = 2**62
+"""Epochs follow the clock; what is beyond is damaged."""
 _LOAD_EVERY_S = 1.0
 """Loads are for choosing among engines: newer ones are not worth a write."""
 
@@ -67,7 +69,7 @@ class EngineRegistry:
                 del self._decoded[engine_id]
             return Stored(keys.engine(engine_id), None, 0)
         if cached is None or cached.revision != item.mod_revision:
-            cached = Stored(item.key, records.load_engine(item.value), item.mod_revision)
+            cached = Stored(item.key, understood(item, records.load_engine), item.mod_revision)
             self._decoded[engine_id] = cached
         return cached
 
@@ -104,14 +106,15 @@ class EngineRegistry:
         """Return live engines with ids greater than `after`, and whether more follow."""
         start = keys.engine(after) if after else b""
         page = await self._ledger.store.scan(keys.ENGINES, after=start, limit=limit)
-        engines = [records.load_engine(item.value) for item in page.items]
+        loaded = [understood(item, records.load_engine) for item in page.items]
+        engines = [engine for engine in loaded if engine is not None]
         return [LiveEngine(engine, self._load(engine)) for engine in engines], page.more
 
     def _load(self, engine: m.Engine) -> m.EngineLoad | None:
         item = self._ledger.mirror.get(keys.load(engine.spec.engine_id))
         if item is None:
             return None
-        engine_epoch, load = records.load_load(item.value)
+        engine_epoch, load = understood(item, records.load_load) or (0, None)
         return load if engine_epoch == engine.engine_epoch else None
 
     # Incarnations.
@@ -134,7 +137,7 @@ class EngineRegistry:
             now = ledger.clock.now_ms()
             engine = m.Engine(
                 spec=spec,
-                engine_epoch=max((last.value or 0) + 1, now),
+                engine_epoch=max(min(last.value or 0, _MAX_EPOCH) + 1, now),
                 lease_id=lease.lease_id,
                 registered_at_ms=now,
                 registration_id=registration_id,
@@ -287,6 +290,7 @@ class EngineRegistry:
 
     def forget(self, engine_id: str, below_epoch: int) -> None:
         """Drop what this replica alone knows of incarnations that are over."""
+        self.find(engine_id)  # which forgets it, if it is no more
         for known in (self._kept, self._loads, self._broken):
             for at in [at for at in known if at[0] == engine_id and at[1] < below_epoch]:
                 del known[at]

@@ -16,7 +16,7 @@ from kvplane.controlplane.fleet_time import FleetTime
 from kvplane.controlplane.mirror import Mirror
 from kvplane.controlplane.releases import Releases
 from kvplane.store.base import Event
-from kvplane.store.errors import StoreClosedError, StoreError
+from kvplane.store.errors import InvalidStoreRequestError, StoreClosedError, StoreError
 
 log = structlog.get_logger(__name__)
 
@@ -151,9 +151,13 @@ class Sweeper:
             await ending
         except StoreClosedError:
             raise
+        except InvalidStoreRequestError as error:
+            log.error("record_not_swept", cause=str(error))  # and never will be
         except (StoreError, DomainError) as error:
             if not self._is_postponed:
                 self._is_postponed = True
                 log.warning("sweep_postponed", cause=str(error))
             return False
+        except Exception:
+            log.exception("record_not_swept")  # one bad record is no reason to leave the others
         return True

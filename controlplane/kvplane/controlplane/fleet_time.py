@@ -61,8 +61,9 @@ class FleetTime:
         ahead_ms = time_ms - self.now_ms()
         if ahead_ms > 0:
             self._offset_ms += ahead_ms
-            if ahead_ms >= _NOTEWORTHY_MS:
+            if self._patience_s:
                 self._moves.append((self._clock.monotonic(), ahead_ms))
+            if ahead_ms >= _NOTEWORTHY_MS:
                 log.warning("fleet_time_moved_ahead", milliseconds=ahead_ms)
 
     def distrust(self) -> None:

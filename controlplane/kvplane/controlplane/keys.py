@@ -148,3 +148,9 @@ def holder_of(key: bytes) -> Holder:
     """Return the holder named by the key of a holding or an order."""
     engine_id, rest = _take(key[2:])
     return Holder(engine_id, int.from_bytes(rest[:8], "big"), rest[8:].decode())
+
+
+def epoch_of(key: bytes) -> int:
+    """Return the epoch in the key of a holding or an order, whatever else is in it."""
+    start = 4 + int.from_bytes(key[2:4], "big")
+    return int.from_bytes(key[start : start + 8], "big")

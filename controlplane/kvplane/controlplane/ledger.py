@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import structlog
+
 from kvplane.controlplane import eager, keys, records
 from kvplane.controlplane import model as m
 from kvplane.controlplane.errors import ContentionError
@@ -14,6 +16,8 @@ from kvplane.controlplane.fleet_time import FleetTime
 from kvplane.controlplane.mirror import Mirror
 from kvplane.store.base import Compare, Delete, KeyValue, Operation, Put, Store
 from kvplane.store.errors import LeaseNotFoundError, StoreUnavailableError
+
+log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -102,7 +106,7 @@ class Ledger:
         found = self.mirror.get(key)
         if found is None:
             return Stored(key, None, 0)
-        return Stored(key, load(found.value), found.mod_revision)
+        return Stored(key, understood(found, load), found.mod_revision)
 
     def engine(self, engine_id: str) -> Stored[m.Engine]:
         """Read an engine's live incarnation."""
@@ -193,6 +197,7 @@ class Ledger:
 
     async def refresh(self, *store_keys: bytes) -> None:
         """Have the mirror know what lies under some keys now, whatever the watch has brought."""
+        self.mirror.require_fresh()
         known = [self.mirror.get(key) for key in store_keys]
         compares = [
             Compare(key, 0 if item is None else item.mod_revision)
@@ -260,6 +265,18 @@ class Ledger:
     def drop_claim(self, claim: m.Claim) -> list[Write]:
         """Return the writes that end a claim."""
         return [Delete(keys.claim(claim.claim_id)), Delete(keys.holding(claim.location.holder))]
+
+
+def understood(item: KeyValue, load: Callable[[bytes], T]) -> T | None:
+    """Return a record's value; None, and a line in the log, for one that is damaged or from another world.
+
+    So it is treated as absent, and overwritten where it is due: one bad record harms no other.
+    """
+    try:
+        return load(item.value)
+    except Exception as error:
+        log.error("record_not_understood", store_key=repr(item.key), cause=repr(error))
+        return None
 
 
 def _load_holding(raw: bytes) -> Holding:

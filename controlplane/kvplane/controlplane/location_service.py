@@ -107,7 +107,7 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
             raise InvalidFieldError("turn", "must not be negative")
         return await self._claims.claim(
             convert.key_in(request.key),
-            validate.text("request_id", request.request_id),
+            validate.claim_id("request_id", request.request_id),
             validate.text("owner", request.owner),
             reader_engine_id=validate.text("reader_engine_id", request.reader_engine_id, optional=True),
             turn=request.turn,

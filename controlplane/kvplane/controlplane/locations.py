@@ -13,7 +13,7 @@ from kvplane.controlplane.errors import (
     SupersededStreamError,
     UnknownEngineError,
 )
-from kvplane.controlplane.ledger import Decision, Ledger, Write, same_state
+from kvplane.controlplane.ledger import Decision, Ledger, Write, same_state, understood
 from kvplane.controlplane.releases import Releases
 
 _TURN_AHEAD_MS = 86_400_000
@@ -195,8 +195,9 @@ class Locations:
                 for item in page.items:
                     start = item.key
                     is_claim = prefix == keys.CLAIMS
-                    load = records.load_location
-                    value = records.load_claim(item.value).location if is_claim else load(item.value)
+                    value = understood(item, _claimed if is_claim else records.load_location)
+                    if value is None:
+                        continue
                     if tenant_id not in ("", value.key.tenant_id):
                         continue
                     if engine_id not in ("", value.holder.engine_id):
@@ -206,3 +207,7 @@ class Locations:
                         return found, start, revision
                 more = page.more
         return found, b"", revision
+
+
+def _claimed(raw: bytes) -> m.Location:
+    return records.load_claim(raw).location

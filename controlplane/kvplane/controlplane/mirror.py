@@ -29,6 +29,7 @@ log = structlog.get_logger(__name__)
 Listener = Callable[[Event], None]
 _RETRY_S = 0.2
 _YIELD_EVERY = 256
+_PAGE, _LEAST_PAGE = 1000, 10
 
 
 class Mirror:
@@ -52,12 +53,16 @@ class Mirror:
         self._confirmed_at = float("-inf")
         self._awaited: tuple[int, float] | None = None  # (revision, when its write began)
         self._is_broken = False
+        self._page = _PAGE
         self._listeners: dict[bytes, list[Listener]] = {}
         self._waiters: dict[bytes, set[asyncio.Event]] = {}
         self.listed = asyncio.Event()
         """Set when the store has been read."""
         self.caught_up = asyncio.Event()
         """Set when, besides, what has been read is known to be of now."""
+        self.doubted = asyncio.Event()
+        """Set when the store is found to be another one than what was read: forget, and read it anew."""
+        self._is_trusted = max_staleness_s is None
         self.trouble: StoreError | None = None
         """Why staleness cannot be measured at present, if it is known."""
 
@@ -107,15 +112,23 @@ class Mirror:
                 )
             else:
                 self._apply(key, None, revision)
-        if self._awaited is None and self._max_staleness_s is not None:
+        if self._awaited is None and self._is_trusted and self._max_staleness_s is not None:
             self._awaited = (revision, began_at)
             self._confirm()
+
+    def trust(self) -> None:
+        """From now on our own writes confirm what is known: this replica has agreed with the others."""
+        self._is_trusted = True
 
     def found(self, revision: int, compares: Sequence[Compare], found: Sequence[KeyValue | None]) -> None:
         """Apply what a failed transaction brought."""
         if self._is_live:
             return
         for compare, item in zip(compares, found, strict=True):
+            known = self._items.get(compare.key)
+            if known is not None and known.mod_revision > (revision if item is None else item.mod_revision):
+                self.doubted.set()  # no store goes back: it was emptied, and has a history of its own
+                return
             self._apply(compare.key, item, revision if item is None else item.mod_revision)
 
     # Listening.
@@ -163,7 +176,7 @@ class Mirror:
                 self._revision = 0
             except FutureRevisionError as error:
                 log.warning("store_began_anew", cause=str(error))
-                self._forget_everything()
+                self.forget_everything()
             except StoreUnavailableError as error:
                 if not self._is_broken:
                     self._is_broken = True
@@ -174,7 +187,11 @@ class Mirror:
         """Read everything. Changes meanwhile come again with the watch, from the first page's revision on."""
         after, more, first, known = b"", True, 0, set(self._items)
         while more:
-            page = await self._store.scan(b"", after=after)
+            try:
+                page = await self._store.scan(b"", after=after, limit=self._page)
+            except StoreUnavailableError:
+                self._page = max(_LEAST_PAGE, self._page // 4)  # perhaps its records are large
+                raise
             first = first or page.revision
             for item in page.items:
                 known.discard(item.key)
@@ -190,8 +207,9 @@ class Mirror:
         if self._max_staleness_s is None:
             self.caught_up.set()
 
-    def _forget_everything(self) -> None:
+    def forget_everything(self) -> None:
         """Another store is behind the same address: its revisions say nothing about ours."""
+        self.doubted.clear()
         self.caught_up.clear()
         self.listed.clear()
         self._confirmed_at = float("-inf")

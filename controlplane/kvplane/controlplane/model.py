@@ -17,6 +17,10 @@ from typing import Any, NamedTuple
 # are equal if their records are.
 
 
+QUARANTINE = "quarantine/"
+"""How the names begin of claims that nobody made: they keep blocks in quarantine."""
+
+
 class EngineRole(IntEnum):
     """What an engine does."""
 

@@ -9,7 +9,7 @@ import structlog
 from kvplane.controlplane import eager, keys, records
 from kvplane.controlplane import model as m
 from kvplane.controlplane.errors import NotClaimOwnerError
-from kvplane.controlplane.ledger import Decision, Ledger, Write
+from kvplane.controlplane.ledger import Decision, Ledger, Write, understood
 from kvplane.store.base import MAX_TXN_OPERATIONS, Compare, Delete, KeyValue
 
 log = structlog.get_logger(__name__)
@@ -43,7 +43,7 @@ class Releases:
         holder = location.holder
         location = location._replace(kv_transfer_params=b"", fingerprint=m.Fingerprint(0, b""))
         grace_ms = round(self._settings.claim_grace_s * 1000)
-        name = f"quarantine/{holder.engine_id}/{holder.engine_epoch}/{holder.request_id}"
+        name = f"{m.QUARANTINE}{holder.engine_id}/{holder.engine_epoch}/{holder.request_id}"
         return m.Claim(name, "", location, location.not_before_ms - grace_ms)
 
     def order(self, holder: m.Holder, reason: m.ReleaseReason) -> m.Order:
@@ -109,11 +109,9 @@ class Releases:
         location = self._ledger.location_at(store_key)
         if location.value is None:
             return Decision(m.ReleaseOutcome.NOTHING, [location.unchanged()])
+        if due_only and location.value.deadline_ms > self._ledger.clock.now_ms():
+            return Decision(m.ReleaseOutcome.NOTHING)
         ending = self.ending(store_key, location.value, reason)
-        if due_only:
-            if location.value.deadline_ms > self._ledger.clock.now_ms():
-                return Decision(m.ReleaseOutcome.NOTHING)
-            return Decision(m.ReleaseOutcome.RELEASED, [location.unchanged()], ending)
         ended, turns_unchanged = self._ended(location.value)
         return Decision(m.ReleaseOutcome.RELEASED, [location.unchanged(), turns_unchanged], [*ending, ended])
 
@@ -184,16 +182,24 @@ class Releases:
         return [*self._ledger.drop_claim(claim), self._ledger.keep_order(order)]
 
     async def purge_engine(self, engine_id: str, below_epoch: int) -> int:
-        """Drop all records of an engine's incarnations below an epoch; returns how many holdings."""
+        """Drop all records of an engine's incarnations below an epoch; returns how many holdings.
+
+        Does nothing while one of those lives, as the store itself says: a mirror that began anew may have
+        taken it for gone.
+        """
+        await self._ledger.refresh(keys.engine(engine_id))
+        live = self._ledger.engine(engine_id).value
+        if live is not None and live.engine_epoch < below_epoch:
+            return 0
         purged, orders = 0, list[Write]()
         async for item in self._ledger.scan(keys.engine_holdings(engine_id)):
-            if keys.holder_of(item.key).engine_epoch < below_epoch:
+            if keys.epoch_of(item.key) < below_epoch:
                 purged += 1
                 if not purged % eager.SLICE:
                     await asyncio.sleep(0)  # what never waits would hold up all others
                 await self._purge_holding(item)
         async for item in self._ledger.scan(keys.engine_orders(engine_id)):
-            if keys.holder_of(item.key).engine_epoch < below_epoch:
+            if keys.epoch_of(item.key) < below_epoch:
                 orders.append(Delete(item.key))
             if len(orders) == MAX_TXN_OPERATIONS:
                 await self._ledger.commit([], orders)
@@ -203,15 +209,16 @@ class Releases:
         return purged
 
     async def _purge_holding(self, item: KeyValue) -> None:
-        holder = keys.holder_of(item.key)
-        location_key, claim_id = records.load_holding(item.value)
+        location_key, claim_id = understood(item, records.load_holding) or (b"", "")
 
         def attempt() -> Decision[None]:
             writes: list[Write] = [Delete(item.key)]
             if claim_id:
                 return Decision(None, [], [*writes, Delete(keys.claim(claim_id))])
+            if not location_key:
+                return Decision(None, [], writes)
             location = self._ledger.location_at(location_key)
-            if location.value is not None and location.value.holder == holder:
+            if location.value is not None and keys.holding(location.value.holder) == item.key:
                 writes.append(Delete(location_key))
             return Decision(None, [location.unchanged()], writes)
 

@@ -14,7 +14,7 @@ from kvplane.controlplane.fleet_time import FleetTime
 from kvplane.controlplane.ledger import Keep, Ledger
 from kvplane.controlplane.mirror import wait_for
 from kvplane.controlplane.schema import SchemaError, ensure_schema
-from kvplane.store.base import Event
+from kvplane.store.base import Compare, Event
 from kvplane.store.errors import StoreClosedError, StoreError
 
 log = structlog.get_logger(__name__)
@@ -24,6 +24,8 @@ _PULSES_PER_BOUND = 4
 _AGREE_PULSES = 3
 """For how many of their intervals a starting replica waits for the pulse of another."""
 _ALIVE_MS = 5_000
+_FAR_MS = 10 * 366 * 86_400_000
+"""A pulse that is further ahead than ten years is damaged."""
 _VERSION = version("kvplane")
 
 
@@ -72,10 +74,13 @@ class Replicas:
             self._seen.pop(replica_id, None)
             return
         pulse = records.load_pulse(event.current.value)
+        if not 0 < pulse.time_ms < self._time.now_ms() + _FAR_MS:
+            raise ValueError(f"a time of {pulse.time_ms} ms cannot be")
         if self._agreed:
             self._time.heard(pulse.time_ms)
         elif self._ledger.mirror.listed.is_set():
-            self._time.adopt(pulse.time_ms)
+            # Not behind what others have said: a pulse may have been long on its way.
+            self._time.adopt(max(pulse.time_ms, *self._seen.values(), 0))
             self._agreed = True
             self._others_terms = pulse.terms
             self._heard.set()
@@ -92,6 +97,7 @@ class Replicas:
                 self._time.distrust()
         if self._others_terms not in (None, self._terms):
             raise TermsDifferError(self._terms, self._others_terms)
+        self._ledger.mirror.trust()
 
     def rank(self) -> int:
         """Return this replica's place among the living ones: 0 for the first. O(replicas)."""
@@ -108,10 +114,13 @@ class Replicas:
         while True:
             now = self._time.now_ms()
             try:
-                if self._ledger.mirror.get(keys.schema()) is None:  # the store was emptied under us
+                schema = self._ledger.mirror.get(keys.schema())
+                if schema is None:  # the store was emptied under us
                     await ensure_schema(self._ledger.store)
                 value = records.dump_pulse(m.Pulse(now, _VERSION, self._terms))
-                await self._ledger.commit([], [Keep(pulse_key, value, now + _ALIVE_MS)])
+                # The schema stands still: where it does not, the store may be another one by now.
+                compares = [] if schema is None else [Compare(schema.key, schema.mod_revision)]
+                await self._ledger.commit(compares, [Keep(pulse_key, value, now + _ALIVE_MS)])
                 self._note(None)
             except StoreClosedError:
                 return

@@ -96,13 +96,25 @@ class ControlPlane:
                 await ensure_schema(self.store)
                 break
             except StoreClosedError:
-                return
+                return None
             except StoreError as error:
                 if str(error) != cause:
                     cause = str(error)
                     log.warning("store_not_usable_yet", cause=cause)
                 await self._clock.sleep(_RETRY_S)
-        await self.mirror.run()
+        while True:
+            running = asyncio.create_task(self.mirror.run())
+            doubted = asyncio.create_task(self.mirror.doubted.wait())
+            try:
+                await asyncio.wait([running, doubted], return_when=asyncio.FIRST_COMPLETED)
+                if running.done():
+                    return await running
+            finally:
+                running.cancel()
+                doubted.cancel()
+                await asyncio.gather(running, doubted, return_exceptions=True)
+            log.warning("store_began_anew", cause="a record is older than it was")
+            self.mirror.forget_everything()
 
     async def _after(self, event: asyncio.Event, run: Callable[[], Awaitable[None]]) -> None:
         await event.wait()

@@ -51,6 +51,10 @@ class Operations(Protocol):
 _Outcome = m.Found | m.MissReason | BegunTurn | m.Claim | m.ReleaseOutcome
 
 
+MAX_ANSWER_BYTES = 16 * 1024 * 1024
+"""Larger answers go as several messages; a single result has at most about 2 MB."""
+
+
 class _Stream:
     """One stream: what is under way, and the answers that are ready to go."""
 
@@ -133,9 +137,19 @@ class _Stream:
         try:
             while self._ready.results:
                 answer, self._ready = self._ready, pb.TurnsResponse()
-                await self._write(answer)
+                for part in _parts(answer):
+                    await self._write(part)
         finally:
             self._is_writing, self._writer = False, None
+
+
+def _parts(answer: pb.TurnsResponse) -> list[pb.TurnsResponse]:
+    """Return an answer in messages of a size that callers take."""
+    if len(answer.results) <= 1 or answer.ByteSize() <= MAX_ANSWER_BYTES:
+        return [answer]
+    middle = len(answer.results) // 2
+    halves = (answer.results[:middle], answer.results[middle:])
+    return [part for half in halves for part in _parts(pb.TurnsResponse(results=half))]
 
 
 async def multiplexed(

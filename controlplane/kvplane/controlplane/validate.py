@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 import orjson
 from google.protobuf.duration_pb2 import Duration
 
+from kvplane.controlplane import model as m
 from kvplane.controlplane.errors import InvalidFieldError
 from kvplane.v1 import common_pb2, engine_pb2
 
@@ -35,6 +36,13 @@ def text(field: str, value: str, *, most: int = MAX_ID_BYTES, optional: bool = F
     if len(value.encode()) > most:
         raise InvalidFieldError(field, f"must be at most {most} bytes")
     return value
+
+
+def claim_id(field: str, value: str) -> str:
+    """Return a name that a caller may give a claim."""
+    if value.startswith(m.QUARANTINE):
+        raise InvalidFieldError(field, f'must not begin with "{m.QUARANTINE}"')
+    return text(field, value)
 
 
 def positive(field: str, value: int) -> int:

@@ -213,6 +213,8 @@ class GroupCommit:
             self.counters.alone += len(members)
             await asyncio.gather(*[self._send_alone(member) for member in members])
             return
+        if len(members) == self._max_members:
+            self._max_members = min(_ETCD_MAX_OPS, 2 * self._max_members)
         for member, step in zip(members, answer.responses, strict=True):
             _tell(member, Committed(step.response_txn, answer.header.revision))
 
