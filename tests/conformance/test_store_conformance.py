@@ -13,7 +13,7 @@ from tests.conformance.backends import BACKENDS, Backend
 @pytest.fixture
 def factory(backend: Backend, request: pytest.FixtureRequest) -> StoreFactory:
     """Makes fresh stores of the backend that is tested."""
-    return backend.factory(request.getfixturevalue("etcd_server").endpoint if backend.needs_etcd else "")
+    return backend.factory(request.getfixturevalue("quiet_etcd").endpoint if backend.needs_etcd else "")
 
 
 @pytest.mark.parametrize("check", CONFORMANCE_CHECKS, ids=lambda check: check.name)
