@@ -163,3 +163,24 @@ async def test_records_share_leases_but_not_too_many_of_them() -> None:
         assert len([item async for item in ledger.scan(b"l/")]) == 2500
         await clock.advance(30.0)
         assert [item async for item in ledger.scan(b"")] == []
+
+
+async def test_an_answer_that_comes_late_is_no_reason_to_doubt(follower: Follower) -> None:
+    """It told what was true; the watch has brought what came later."""
+    compares = [Compare(b"l/old", 1)]
+    failed = await follower.store.transact(compares, [])
+    await follower.memory.transact([], [Put(b"l/old", b"2")])
+    await settle()
+    follower.mirror.found(failed.revision, compares, failed.found)
+    assert not follower.mirror.doubted.is_set()
+    old = follower.mirror.get(b"l/old")
+    assert old is not None
+    assert old.value == b"2"
+
+
+async def test_a_record_that_is_older_than_it_was_is_one(follower: Follower) -> None:
+    known = follower.mirror.get(b"l/old")
+    assert known is not None
+    older = known._replace(mod_revision=known.mod_revision - 1)
+    follower.mirror.found(99, [Compare(b"l/old", 7)], [older])
+    assert follower.mirror.doubted.is_set()

@@ -15,7 +15,7 @@ from kvplane.controlplane.fleet_time import FleetTime
 from kvplane.controlplane.replicas import TermsDifferError
 from kvplane.controlplane.schema import read_schema
 from kvplane.controlplane.server import ControlPlane
-from kvplane.store.base import Delete, Put
+from kvplane.store.base import Delete, KeyValue, Put
 from kvplane.store.errors import StoreFullError, StoreUnavailableError
 from kvplane.store.memory import MemoryStore
 from kvplane.store.testing import ManualClock, settle
@@ -378,13 +378,16 @@ async def test_a_store_that_began_anew_unnoticed_is_found_out_by_the_next_pulse(
     engine = await one.engine()
     await one.retain(engine, "q1")
     await fleet.clock.advance(1.0)
-    schema = other.plane.mirror.get(keys.schema())
-    assert schema is not None
-    other.plane.mirror._items[schema.key] = schema._replace(mod_revision=10_000)
-    await fleet.clock.advance(2.0)
-    again = other.plane.mirror.get(keys.schema())
-    assert again is not None
-    assert again.mod_revision == schema.mod_revision
+    mirror, pulse = other.plane.mirror, keys.pulse(other.plane.replicas.replica_id)
+    ghost = KeyValue(b"l/ghost", b"", 1, 1)
+    mirror._items[ghost.key] = ghost
+    await fleet.memory.transact([], [Delete(pulse)])
+    fleet.stores[1].watching.clear()  # the watch goes on in a history that is not its own
+    await fleet.clock.advance(0.6)
+    fleet.stores[1].watching.set()
+    await fleet.clock.advance(1.0)
+    assert mirror.get(ghost.key) is None
+    assert mirror.get(pulse) is not None
     await one.keep_alive(engine, 6.0)
     assert isinstance(await other.lookup(), m.Found), "an engine that lives is not taken for gone"
 

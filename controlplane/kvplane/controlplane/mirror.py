@@ -126,7 +126,7 @@ class Mirror:
             return
         for compare, item in zip(compares, found, strict=True):
             known = self._items.get(compare.key)
-            if known is not None and known.mod_revision > (revision if item is None else item.mod_revision):
+            if known is not None and item is not None and item.mod_revision < known.mod_revision <= revision:
                 self.doubted.set()  # no store goes back: it was emptied, and has a history of its own
                 return
             self._apply(compare.key, item, revision if item is None else item.mod_revision)

@@ -118,9 +118,12 @@ class Replicas:
                 if schema is None:  # the store was emptied under us
                     await ensure_schema(self._ledger.store)
                 value = records.dump_pulse(m.Pulse(now, _VERSION, self._terms))
-                # The schema stands still: where it does not, the store may be another one by now.
-                compares = [] if schema is None else [Compare(schema.key, schema.mod_revision)]
-                await self._ledger.commit(compares, [Keep(pulse_key, value, now + _ALIVE_MS)])
+                # Nobody else writes or removes it: if it is not there, the store may be another one by now.
+                last = self._ledger.mirror.get(pulse_key)
+                compares = [] if last is None else [Compare(pulse_key, last.mod_revision)]
+                written = await self._ledger.commit(compares, [Keep(pulse_key, value, now + _ALIVE_MS)])
+                if not written and last is not None and self._ledger.mirror.get(pulse_key) is None:
+                    self._ledger.mirror.doubted.set()
                 self._note(None)
             except StoreClosedError:
                 return
