@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -112,16 +113,16 @@ async def timed(act: Act, count: int, in_flight: int) -> Timed:
     return Timed(elapsed_s, each, (cpu_s() - before) / elapsed_s)
 
 
-class Workload:
+class Workload(ABC):
     """One kind of act on a store: made ready for `count` of them, unmeasured, then done."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lease_id = 0
 
+    @abstractmethod
     async def ready(self, count: int) -> Act:
         """Write what `count` acts need; returns the act."""
-        raise NotImplementedError
 
     async def undo(self) -> None:
         """Remove everything again."""
