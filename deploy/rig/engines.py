@@ -17,6 +17,7 @@ from deploy.rig.process import LOCALHOST, RigError, RigProcess, free_ports
 RIG = Path(__file__).parent
 ROOT = RIG.parent.parent
 SITE = RIG / "site"
+SOURCES = [ROOT / name for name in ("protos", "store", "controlplane", "connector")]
 MODEL_NAME = "tiny"
 BLOCK_TOKENS = 32  # the CPU attention kernel accepts multiples of 32 only
 
@@ -122,7 +123,8 @@ class EngineSettings:
             name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL"))
         }
         return ours | {
-            "PYTHONPATH": str(SITE),
+            # This checkout, whichever one the environment was set up from.
+            "PYTHONPATH": os.pathsep.join(map(str, [SITE, *SOURCES])),
             "VLLM_NIXL_SIDE_CHANNEL_HOST": LOCALHOST,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_channel_port),
             "VLLM_HOST_IP": LOCALHOST,
