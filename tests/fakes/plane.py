@@ -126,11 +126,9 @@ class FakePlane:
         await self._enter("begin_turn", timeout_s)
         known = self._known(key)
         turn = self._next()
-        return (
-            m.BegunTurn(turn, known, None)
-            if isinstance(known, m.Location)
-            else m.BegunTurn(turn, None, known)
-        )
+        if isinstance(known, m.Location):
+            return m.BegunTurn(turn, known, None, key)
+        return m.BegunTurn(turn, None, known, key)
 
     async def claim_location(
         self,

@@ -178,10 +178,20 @@ class ControlPlaneClient:
         return convert.announcement_result_from_wire(answer.result)
 
     async def lookup_location(
-        self, key: m.ConversationKey, *, timeout_s: float | None = None
+        self,
+        key: m.ConversationKey,
+        *,
+        fingerprint: m.Fingerprint | None = None,
+        timeout_s: float | None = None,
     ) -> m.Location | m.MissReason:
-        """Return what could be claimed now, taking nothing."""
-        request = location_pb2.LookupLocationRequest(key=convert.key_to_wire(key))
+        """Return what could be claimed now, taking nothing.
+
+        With a `fingerprint` of the prompt the key's conversation_id may be "": it is then found by it.
+        """
+        request = location_pb2.LookupLocationRequest(
+            key=convert.key_to_wire(key),
+            fingerprint=convert.fingerprint_to_wire(fingerprint) if fingerprint is not None else None,
+        )
         answer = await _call(self._locations.LookupLocation(request, timeout=timeout_s or self._timeout_s))
         if answer.HasField("location"):
             return convert.location_from_wire(answer.location)
@@ -193,18 +203,35 @@ class ControlPlaneClient:
         request_id: str,
         *,
         wait_s: float | None = None,
+        fingerprint: m.Fingerprint | None = None,
         timeout_s: float | None = None,
     ) -> m.BegunTurn:
-        """Number a turn about to run and tell what is known; `wait_s` None means the server's default."""
+        """Number a turn about to run and tell what is known; `wait_s` None means the server's default.
+
+        With a `fingerprint` of the prompt the key's conversation_id may be "": the conversation is then found
+        by it, or begun under an id of the control plane's.
+        """
         request = location_pb2.BeginTurnRequest(
             key=convert.key_to_wire(key),
             request_id=request_id,
             wait=convert.duration(wait_s) if wait_s is not None else None,
+            fingerprint=convert.fingerprint_to_wire(fingerprint) if fingerprint is not None else None,
         )
         answer = await _call(self._locations.BeginTurn(request, timeout=timeout_s or self._timeout_s))
-        if answer.HasField("location"):
-            return m.BegunTurn(answer.turn, convert.location_from_wire(answer.location), None)
-        return m.BegunTurn(answer.turn, None, convert.miss_from_wire(answer.miss_reason))
+        return convert.begun_from_wire(answer, key)
+
+    async def touch_conversation(
+        self, key: m.ConversationKey, ttl_s: float, *, turn: int = 0, timeout_s: float | None = None
+    ) -> bool:
+        """Ask for a conversation's location to be kept for `ttl_s` seconds from now, if its engine can.
+
+        With a `turn`, only that one's. False: nothing is retained, and no turn is in flight.
+        """
+        request = location_pb2.TouchConversationRequest(
+            key=convert.key_to_wire(key), turn=turn, ttl=convert.duration(ttl_s)
+        )
+        answer = await _call(self._locations.TouchConversation(request, timeout=timeout_s or self._timeout_s))
+        return bool(answer.noted)
 
     async def claim_location(
         self,

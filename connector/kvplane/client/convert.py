@@ -41,10 +41,15 @@ def key_to_wire(key: m.ConversationKey) -> common_pb2.ConversationKey:
     )
 
 
+def key_from_wire(wire: common_pb2.ConversationKey) -> m.ConversationKey:
+    """Return the key as a value."""
+    return m.ConversationKey(wire.tenant_id, wire.model, wire.conversation_id, wire.adapter)
+
+
 def location_from_wire(wire: common_pb2.Location) -> m.Location:
     """Return a location as a value."""
     return m.Location(
-        key=m.ConversationKey(wire.key.tenant_id, wire.key.model, wire.key.conversation_id, wire.key.adapter),
+        key=key_from_wire(wire.key),
         engine_id=m.EngineId(wire.engine_id),
         engine_epoch=wire.engine_epoch,
         request_id=m.RequestId(wire.request_id),
@@ -76,12 +81,29 @@ def announcement_to_wire(value: m.Announcement) -> common_pb2.Announcement:
         token_count=value.token_count,
         block_count=value.block_count,
         kv_transfer_params=value.kv_transfer_params,
-        fingerprint=common_pb2.Fingerprint(
-            chunk_tokens=value.fingerprint.chunk_tokens, chain=value.fingerprint.chain
-        ),
+        fingerprint=fingerprint_to_wire(value.fingerprint),
         ttl=duration(value.ttl_s),
         endpoint=value.endpoint,
         reannounced=value.reannounced,
+        lease_class=0 if value.lease_class is None else value.lease_class + 1,
+    )
+
+
+def fingerprint_to_wire(value: m.Fingerprint) -> common_pb2.Fingerprint:
+    """Return a fingerprint as a message."""
+    return common_pb2.Fingerprint(chunk_tokens=value.chunk_tokens, chain=value.chain)
+
+
+def begun_from_wire(wire: location_pb2.BeginTurnResponse, asked: m.ConversationKey) -> m.BegunTurn:
+    """Return a begun turn as a value; `asked` is its conversation unless the answer names another."""
+    return m.BegunTurn(
+        wire.turn,
+        location_from_wire(wire.location) if wire.HasField("location") else None,
+        None if wire.HasField("location") else miss_from_wire(wire.miss_reason),
+        key_from_wire(wire.key) if wire.HasField("key") else asked,
+        wire.turn_index,
+        seconds(wire.idle) if wire.HasField("idle") else None,
+        wire.last_lease_class - 1 if wire.last_lease_class else None,
     )
 
 

@@ -48,6 +48,22 @@ class Ordered:
 
 
 @dataclass(frozen=True, slots=True)
+class RenewalOrdered:
+    """A request's blocks are wanted for `ttl_s` seconds from now. Renew them, or leave it."""
+
+    request_id: RequestId
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """The control plane answered a renewal; not `renewed` means that it has no such location any more."""
+
+    request_id: RequestId
+    renewed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class DrainRequested:
     """The engine is to announce nothing more, or may again."""
 
@@ -59,4 +75,14 @@ class Fenced:
     """Another incarnation of the same engine id took over; this session has ended for good."""
 
 
-Event = Registered | Announced | Dropped | Withdrawn | Ordered | DrainRequested | Fenced
+Event = (
+    Registered
+    | Announced
+    | Dropped
+    | Withdrawn
+    | Ordered
+    | RenewalOrdered
+    | Renewed
+    | DrainRequested
+    | Fenced
+)

@@ -106,11 +106,22 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class BegunTurn:
-    """A numbered turn, and what is known: exactly one of `location` and `miss` is set."""
+    """A numbered turn, and what is known: exactly one of `location` and `miss` is set.
+
+    Attributes:
+        key: the conversation; also the one found, or begun, by fingerprint.
+        turn_index: how many turns of it have begun, this one included; from 1, 0 if not known.
+        idle_s: seconds since its last turn ended; None if that is not known.
+        lease_class: of its last announced turn; None if there was none.
+    """
 
     turn: int
     location: Location | None
     miss: MissReason | None
+    key: ConversationKey
+    turn_index: int = 0
+    idle_s: float | None = None
+    lease_class: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +208,7 @@ class Announcement:
     ttl_s: float
     endpoint: str = ""
     reannounced: bool = False
+    lease_class: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

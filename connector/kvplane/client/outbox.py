@@ -104,12 +104,20 @@ class Outbox:
             self._withdraw[request_id] = None
             return True
 
-    def renew(self, request_id: RequestId) -> None:
-        """Queue a correction of the recorded life of a request on record."""
+    def renew(self, request_id: RequestId, *, expires_at: float | None = None) -> bool:
+        """Queue a correction of the recorded life of a request on record, to `expires_at` if it is given.
+
+        The blocks must live that long already. False: it is not to stay, nothing is said.
+        """
         with self._lock:
             holding = self._holdings.get(request_id)
-            if holding is not None and holding.phase is _Phase.ON_RECORD and holding.sent:
+            if holding is None or holding.phase is not _Phase.ON_RECORD:
+                return False
+            if expires_at is not None:
+                holding.expires_at = expires_at
+            if holding.sent:
                 self._renew[request_id] = None
+            return True
 
     def freed(self, request_id: RequestId) -> None:
         """Note that a request's blocks are free; said to the control plane if it may know of them."""

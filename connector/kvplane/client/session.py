@@ -261,6 +261,10 @@ class EngineSession:
             request_id = m.RequestId(order.request_id)
             if self._outbox.ordered(request_id):
                 self._on_event(ev.Ordered(request_id, convert.release_reason_from_wire(order.reason)))
+        for wanted in message.renewal_orders:
+            self._on_event(ev.RenewalOrdered(m.RequestId(wanted.request_id), convert.seconds(wanted.ttl)))
+        for renewal in message.renewals:
+            self._on_event(ev.Renewed(m.RequestId(renewal.request_id), renewal.renewed))
         if message.draining != self._draining:
             self._draining = message.draining
             self._on_event(ev.DrainRequested(message.draining))

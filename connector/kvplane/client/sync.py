@@ -87,6 +87,12 @@ class EngineSessionThread:
         self._wake()
         return asked
 
+    def renew(self, request_id: m.RequestId, *, expires_at: float) -> bool:
+        """Say that blocks live until `expires_at`, which they must already. False: they are not on record."""
+        noted = self._outbox.renew(request_id, expires_at=expires_at)
+        self._wake()
+        return noted
+
     def freed(self, request_id: m.RequestId) -> None:
         """Note that a request's blocks are free."""
         self._outbox.freed(request_id)

@@ -25,21 +25,21 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvplane/v1/common.proto\x12\nkvplane.v1\x1a\x1egoogle/protobuf/duration.proto\"]\n\x0f\x43onversationKey\x12\x11\n\ttenant_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x17\n\x0f\x63onversation_id\x18\x04 \x01(\t\"2\n\x0b\x46ingerprint\x12\x14\n\x0c\x63hunk_tokens\x18\x01 \x01(\x05\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\"\x8b\x03\n\x08Location\x12(\n\x03key\x18\x01 \x01(\x0b\x32\x1b.kvplane.v1.ConversationKey\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x14\n\x0c\x65ngine_epoch\x18\x03 \x01(\x03\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x0c\n\x04turn\x18\x05 \x01(\x03\x12\x13\n\x0btoken_count\x18\x06 \x01(\x03\x12\x13\n\x0b\x62lock_count\x18\x07 \x01(\x05\x12\x1a\n\x12kv_transfer_params\x18\x08 \x01(\x0c\x12,\n\x0b\x66ingerprint\x18\t \x01(\x0b\x32\x17.kvplane.v1.Fingerprint\x12,\n\tremaining\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05state\x18\x0b \x01(\x0e\x32\x19.kvplane.v1.LocationState\x12\x10\n\x08revision\x18\x0c \x01(\x03\x12\x10\n\x08\x65ndpoint\x18\r \x01(\t\x12\x1a\n\x12\x64\x61ta_parallel_rank\x18\x0e \x01(\x05\"\x9d\x02\n\x0c\x41nnouncement\x12(\n\x03key\x18\x01 \x01(\x0b\x32\x1b.kvplane.v1.ConversationKey\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04turn\x18\x03 \x01(\x03\x12\x13\n\x0btoken_count\x18\x04 \x01(\x03\x12\x13\n\x0b\x62lock_count\x18\x05 \x01(\x05\x12\x1a\n\x12kv_transfer_params\x18\x06 \x01(\x0c\x12,\n\x0b\x66ingerprint\x18\x07 \x01(\x0b\x32\x17.kvplane.v1.Fingerprint\x12&\n\x03ttl\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08\x65ndpoint\x18\t \x01(\t\x12\x13\n\x0breannounced\x18\n \x01(\x08\"\x96\x01\n\x12\x41nnouncementResult\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12,\n\x07outcome\x18\x02 \x01(\x0e\x32\x1b.kvplane.v1.AnnounceOutcome\x12.\n\x0bgranted_ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\"E\n\x07Renewal\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"d\n\rRenewalResult\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07renewed\x18\x02 \x01(\x08\x12.\n\x0bgranted_ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration*h\n\rLocationState\x12\x1e\n\x1aLOCATION_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17LOCATION_STATE_RETAINED\x10\x01\x12\x1a\n\x16LOCATION_STATE_CLAIMED\x10\x02*\xa2\x02\n\nMissReason\x12\x1b\n\x17MISS_REASON_UNSPECIFIED\x10\x00\x12$\n MISS_REASON_UNKNOWN_CONVERSATION\x10\x01\x12\x18\n\x14MISS_REASON_EXPIRING\x10\x02\x12\x17\n\x13MISS_REASON_CLAIMED\x10\x03\x12\x1b\n\x17MISS_REASON_ENGINE_GONE\x10\x04\x12\x1f\n\x1bMISS_REASON_ENGINE_DRAINING\x10\x05\x12\x1b\n\x17MISS_REASON_QUARANTINED\x10\x06\x12#\n\x1fMISS_REASON_INCOMPATIBLE_ENGINE\x10\x07\x12\x1e\n\x1aMISS_REASON_TURN_IN_FLIGHT\x10\x08*\xaf\x01\n\x0f\x41nnounceOutcome\x12 \n\x1c\x41NNOUNCE_OUTCOME_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x41NNOUNCE_OUTCOME_ACCEPTED\x10\x01\x12\x1f\n\x1b\x41NNOUNCE_OUTCOME_SUPERSEDED\x10\x02\x12\x1c\n\x18\x41NNOUNCE_OUTCOME_REFUSED\x10\x03\x12\x1c\n\x18\x41NNOUNCE_OUTCOME_CLAIMED\x10\x04*\x89\x01\n\x0eReleaseOutcome\x12\x1f\n\x1bRELEASE_OUTCOME_UNSPECIFIED\x10\x00\x12\x1c\n\x18RELEASE_OUTCOME_RELEASED\x10\x01\x12\x1b\n\x17RELEASE_OUTCOME_CLAIMED\x10\x02\x12\x1b\n\x17RELEASE_OUTCOME_NOTHING\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvplane/v1/common.proto\x12\nkvplane.v1\x1a\x1egoogle/protobuf/duration.proto\"]\n\x0f\x43onversationKey\x12\x11\n\ttenant_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x17\n\x0f\x63onversation_id\x18\x04 \x01(\t\"2\n\x0b\x46ingerprint\x12\x14\n\x0c\x63hunk_tokens\x18\x01 \x01(\x05\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\"\x8b\x03\n\x08Location\x12(\n\x03key\x18\x01 \x01(\x0b\x32\x1b.kvplane.v1.ConversationKey\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x14\n\x0c\x65ngine_epoch\x18\x03 \x01(\x03\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x0c\n\x04turn\x18\x05 \x01(\x03\x12\x13\n\x0btoken_count\x18\x06 \x01(\x03\x12\x13\n\x0b\x62lock_count\x18\x07 \x01(\x05\x12\x1a\n\x12kv_transfer_params\x18\x08 \x01(\x0c\x12,\n\x0b\x66ingerprint\x18\t \x01(\x0b\x32\x17.kvplane.v1.Fingerprint\x12,\n\tremaining\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05state\x18\x0b \x01(\x0e\x32\x19.kvplane.v1.LocationState\x12\x10\n\x08revision\x18\x0c \x01(\x03\x12\x10\n\x08\x65ndpoint\x18\r \x01(\t\x12\x1a\n\x12\x64\x61ta_parallel_rank\x18\x0e \x01(\x05\"\xb2\x02\n\x0c\x41nnouncement\x12(\n\x03key\x18\x01 \x01(\x0b\x32\x1b.kvplane.v1.ConversationKey\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04turn\x18\x03 \x01(\x03\x12\x13\n\x0btoken_count\x18\x04 \x01(\x03\x12\x13\n\x0b\x62lock_count\x18\x05 \x01(\x05\x12\x1a\n\x12kv_transfer_params\x18\x06 \x01(\x0c\x12,\n\x0b\x66ingerprint\x18\x07 \x01(\x0b\x32\x17.kvplane.v1.Fingerprint\x12&\n\x03ttl\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08\x65ndpoint\x18\t \x01(\t\x12\x13\n\x0breannounced\x18\n \x01(\x08\x12\x13\n\x0blease_class\x18\x0b \x01(\x05\"\x96\x01\n\x12\x41nnouncementResult\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12,\n\x07outcome\x18\x02 \x01(\x0e\x32\x1b.kvplane.v1.AnnounceOutcome\x12.\n\x0bgranted_ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\"E\n\x07Renewal\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"d\n\rRenewalResult\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07renewed\x18\x02 \x01(\x08\x12.\n\x0bgranted_ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration*h\n\rLocationState\x12\x1e\n\x1aLOCATION_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17LOCATION_STATE_RETAINED\x10\x01\x12\x1a\n\x16LOCATION_STATE_CLAIMED\x10\x02*\xa2\x02\n\nMissReason\x12\x1b\n\x17MISS_REASON_UNSPECIFIED\x10\x00\x12$\n MISS_REASON_UNKNOWN_CONVERSATION\x10\x01\x12\x18\n\x14MISS_REASON_EXPIRING\x10\x02\x12\x17\n\x13MISS_REASON_CLAIMED\x10\x03\x12\x1b\n\x17MISS_REASON_ENGINE_GONE\x10\x04\x12\x1f\n\x1bMISS_REASON_ENGINE_DRAINING\x10\x05\x12\x1b\n\x17MISS_REASON_QUARANTINED\x10\x06\x12#\n\x1fMISS_REASON_INCOMPATIBLE_ENGINE\x10\x07\x12\x1e\n\x1aMISS_REASON_TURN_IN_FLIGHT\x10\x08*\xaf\x01\n\x0f\x41nnounceOutcome\x12 \n\x1c\x41NNOUNCE_OUTCOME_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x41NNOUNCE_OUTCOME_ACCEPTED\x10\x01\x12\x1f\n\x1b\x41NNOUNCE_OUTCOME_SUPERSEDED\x10\x02\x12\x1c\n\x18\x41NNOUNCE_OUTCOME_REFUSED\x10\x03\x12\x1c\n\x18\x41NNOUNCE_OUTCOME_CLAIMED\x10\x04*\x89\x01\n\x0eReleaseOutcome\x12\x1f\n\x1bRELEASE_OUTCOME_UNSPECIFIED\x10\x00\x12\x1c\n\x18RELEASE_OUTCOME_RELEASED\x10\x01\x12\x1b\n\x17RELEASE_OUTCOME_CLAIMED\x10\x02\x12\x1b\n\x17RELEASE_OUTCOME_NOTHING\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvplane.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LOCATIONSTATE']._serialized_start=1230
-  _globals['_LOCATIONSTATE']._serialized_end=1334
-  _globals['_MISSREASON']._serialized_start=1337
-  _globals['_MISSREASON']._serialized_end=1627
-  _globals['_ANNOUNCEOUTCOME']._serialized_start=1630
-  _globals['_ANNOUNCEOUTCOME']._serialized_end=1805
-  _globals['_RELEASEOUTCOME']._serialized_start=1808
-  _globals['_RELEASEOUTCOME']._serialized_end=1945
+  _globals['_LOCATIONSTATE']._serialized_start=1251
+  _globals['_LOCATIONSTATE']._serialized_end=1355
+  _globals['_MISSREASON']._serialized_start=1358
+  _globals['_MISSREASON']._serialized_end=1648
+  _globals['_ANNOUNCEOUTCOME']._serialized_start=1651
+  _globals['_ANNOUNCEOUTCOME']._serialized_end=1826
+  _globals['_RELEASEOUTCOME']._serialized_start=1829
+  _globals['_RELEASEOUTCOME']._serialized_end=1966
   _globals['_CONVERSATIONKEY']._serialized_start=71
   _globals['_CONVERSATIONKEY']._serialized_end=164
   _globals['_FINGERPRINT']._serialized_start=166
@@ -47,11 +47,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOCATION']._serialized_start=219
   _globals['_LOCATION']._serialized_end=614
   _globals['_ANNOUNCEMENT']._serialized_start=617
-  _globals['_ANNOUNCEMENT']._serialized_end=902
-  _globals['_ANNOUNCEMENTRESULT']._serialized_start=905
-  _globals['_ANNOUNCEMENTRESULT']._serialized_end=1055
-  _globals['_RENEWAL']._serialized_start=1057
-  _globals['_RENEWAL']._serialized_end=1126
-  _globals['_RENEWALRESULT']._serialized_start=1128
-  _globals['_RENEWALRESULT']._serialized_end=1228
+  _globals['_ANNOUNCEMENT']._serialized_end=923
+  _globals['_ANNOUNCEMENTRESULT']._serialized_start=926
+  _globals['_ANNOUNCEMENTRESULT']._serialized_end=1076
+  _globals['_RENEWAL']._serialized_start=1078
+  _globals['_RENEWAL']._serialized_end=1147
+  _globals['_RENEWALRESULT']._serialized_start=1149
+  _globals['_RENEWALRESULT']._serialized_end=1249
 # @@protoc_insertion_point(module_scope)

@@ -113,7 +113,7 @@ class Location(_message.Message):
     def __init__(self, key: _Optional[_Union[ConversationKey, _Mapping]] = ..., engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., request_id: _Optional[str] = ..., turn: _Optional[int] = ..., token_count: _Optional[int] = ..., block_count: _Optional[int] = ..., kv_transfer_params: _Optional[bytes] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., remaining: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., state: _Optional[_Union[LocationState, str]] = ..., revision: _Optional[int] = ..., endpoint: _Optional[str] = ..., data_parallel_rank: _Optional[int] = ...) -> None: ...
 
 class Announcement(_message.Message):
-    __slots__ = ("key", "request_id", "turn", "token_count", "block_count", "kv_transfer_params", "fingerprint", "ttl", "endpoint", "reannounced")
+    __slots__ = ("key", "request_id", "turn", "token_count", "block_count", "kv_transfer_params", "fingerprint", "ttl", "endpoint", "reannounced", "lease_class")
     KEY_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
@@ -124,6 +124,7 @@ class Announcement(_message.Message):
     TTL_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     REANNOUNCED_FIELD_NUMBER: _ClassVar[int]
+    LEASE_CLASS_FIELD_NUMBER: _ClassVar[int]
     key: ConversationKey
     request_id: str
     turn: int
@@ -134,7 +135,8 @@ class Announcement(_message.Message):
     ttl: _duration_pb2.Duration
     endpoint: str
     reannounced: bool
-    def __init__(self, key: _Optional[_Union[ConversationKey, _Mapping]] = ..., request_id: _Optional[str] = ..., turn: _Optional[int] = ..., token_count: _Optional[int] = ..., block_count: _Optional[int] = ..., kv_transfer_params: _Optional[bytes] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., ttl: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., endpoint: _Optional[str] = ..., reannounced: bool = ...) -> None: ...
+    lease_class: int
+    def __init__(self, key: _Optional[_Union[ConversationKey, _Mapping]] = ..., request_id: _Optional[str] = ..., turn: _Optional[int] = ..., token_count: _Optional[int] = ..., block_count: _Optional[int] = ..., kv_transfer_params: _Optional[bytes] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., ttl: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., endpoint: _Optional[str] = ..., reannounced: bool = ..., lease_class: _Optional[int] = ...) -> None: ...
 
 class AnnouncementResult(_message.Message):
     __slots__ = ("request_id", "outcome", "granted_ttl", "detail")

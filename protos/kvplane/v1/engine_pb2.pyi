@@ -240,18 +240,28 @@ class ReleaseOrder(_message.Message):
     reason: ReleaseReason
     def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[_Union[ReleaseReason, str]] = ...) -> None: ...
 
+class RenewalOrder(_message.Message):
+    __slots__ = ("request_id", "ttl")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TTL_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    ttl: _duration_pb2.Duration
+    def __init__(self, request_id: _Optional[str] = ..., ttl: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
 class AttachEngineResponse(_message.Message):
-    __slots__ = ("acknowledged_sequence", "announcements", "withdrawals", "renewals", "release_orders", "draining")
+    __slots__ = ("acknowledged_sequence", "announcements", "withdrawals", "renewals", "release_orders", "draining", "renewal_orders")
     ACKNOWLEDGED_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCEMENTS_FIELD_NUMBER: _ClassVar[int]
     WITHDRAWALS_FIELD_NUMBER: _ClassVar[int]
     RENEWALS_FIELD_NUMBER: _ClassVar[int]
     RELEASE_ORDERS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    RENEWAL_ORDERS_FIELD_NUMBER: _ClassVar[int]
     acknowledged_sequence: int
     announcements: _containers.RepeatedCompositeFieldContainer[_common_pb2.AnnouncementResult]
     withdrawals: _containers.RepeatedCompositeFieldContainer[WithdrawalResult]
     renewals: _containers.RepeatedCompositeFieldContainer[_common_pb2.RenewalResult]
     release_orders: _containers.RepeatedCompositeFieldContainer[ReleaseOrder]
     draining: bool
-    def __init__(self, acknowledged_sequence: _Optional[int] = ..., announcements: _Optional[_Iterable[_Union[_common_pb2.AnnouncementResult, _Mapping]]] = ..., withdrawals: _Optional[_Iterable[_Union[WithdrawalResult, _Mapping]]] = ..., renewals: _Optional[_Iterable[_Union[_common_pb2.RenewalResult, _Mapping]]] = ..., release_orders: _Optional[_Iterable[_Union[ReleaseOrder, _Mapping]]] = ..., draining: bool = ...) -> None: ...
+    renewal_orders: _containers.RepeatedCompositeFieldContainer[RenewalOrder]
+    def __init__(self, acknowledged_sequence: _Optional[int] = ..., announcements: _Optional[_Iterable[_Union[_common_pb2.AnnouncementResult, _Mapping]]] = ..., withdrawals: _Optional[_Iterable[_Union[WithdrawalResult, _Mapping]]] = ..., renewals: _Optional[_Iterable[_Union[_common_pb2.RenewalResult, _Mapping]]] = ..., release_orders: _Optional[_Iterable[_Union[ReleaseOrder, _Mapping]]] = ..., draining: bool = ..., renewal_orders: _Optional[_Iterable[_Union[RenewalOrder, _Mapping]]] = ...) -> None: ...

@@ -34,10 +34,12 @@ class AnnounceLocationResponse(_message.Message):
     def __init__(self, result: _Optional[_Union[_common_pb2.AnnouncementResult, _Mapping]] = ...) -> None: ...
 
 class LookupLocationRequest(_message.Message):
-    __slots__ = ("key",)
+    __slots__ = ("key", "fingerprint")
     KEY_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     key: _common_pb2.ConversationKey
-    def __init__(self, key: _Optional[_Union[_common_pb2.ConversationKey, _Mapping]] = ...) -> None: ...
+    fingerprint: _common_pb2.Fingerprint
+    def __init__(self, key: _Optional[_Union[_common_pb2.ConversationKey, _Mapping]] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ...) -> None: ...
 
 class LookupLocationResponse(_message.Message):
     __slots__ = ("location", "miss_reason")
@@ -48,24 +50,34 @@ class LookupLocationResponse(_message.Message):
     def __init__(self, location: _Optional[_Union[_common_pb2.Location, _Mapping]] = ..., miss_reason: _Optional[_Union[_common_pb2.MissReason, str]] = ...) -> None: ...
 
 class BeginTurnRequest(_message.Message):
-    __slots__ = ("key", "request_id", "wait")
+    __slots__ = ("key", "request_id", "wait", "fingerprint")
     KEY_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     key: _common_pb2.ConversationKey
     request_id: str
     wait: _duration_pb2.Duration
-    def __init__(self, key: _Optional[_Union[_common_pb2.ConversationKey, _Mapping]] = ..., request_id: _Optional[str] = ..., wait: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    fingerprint: _common_pb2.Fingerprint
+    def __init__(self, key: _Optional[_Union[_common_pb2.ConversationKey, _Mapping]] = ..., request_id: _Optional[str] = ..., wait: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ...) -> None: ...
 
 class BeginTurnResponse(_message.Message):
-    __slots__ = ("turn", "location", "miss_reason")
+    __slots__ = ("turn", "location", "miss_reason", "key", "turn_index", "idle", "last_lease_class")
     TURN_FIELD_NUMBER: _ClassVar[int]
     LOCATION_FIELD_NUMBER: _ClassVar[int]
     MISS_REASON_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    TURN_INDEX_FIELD_NUMBER: _ClassVar[int]
+    IDLE_FIELD_NUMBER: _ClassVar[int]
+    LAST_LEASE_CLASS_FIELD_NUMBER: _ClassVar[int]
     turn: int
     location: _common_pb2.Location
     miss_reason: _common_pb2.MissReason
-    def __init__(self, turn: _Optional[int] = ..., location: _Optional[_Union[_common_pb2.Location, _Mapping]] = ..., miss_reason: _Optional[_Union[_common_pb2.MissReason, str]] = ...) -> None: ...
+    key: _common_pb2.ConversationKey
+    turn_index: int
+    idle: _duration_pb2.Duration
+    last_lease_class: int
+    def __init__(self, turn: _Optional[int] = ..., location: _Optional[_Union[_common_pb2.Location, _Mapping]] = ..., miss_reason: _Optional[_Union[_common_pb2.MissReason, str]] = ..., key: _Optional[_Union[_common_pb2.ConversationKey, _Mapping]] = ..., turn_index: _Optional[int] = ..., idle: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., last_lease_class: _Optional[int] = ...) -> None: ...
 
 class ClaimLocationRequest(_message.Message):
     __slots__ = ("key", "request_id", "owner", "reader_engine_id", "wait", "turn")
@@ -102,6 +114,24 @@ class ClaimLocationResponse(_message.Message):
     claim: Claim
     miss_reason: _common_pb2.MissReason
     def __init__(self, claim: _Optional[_Union[Claim, _Mapping]] = ..., miss_reason: _Optional[_Union[_common_pb2.MissReason, str]] = ...) -> None: ...
+
+class TouchConversationRequest(_message.Message):
+    __slots__ = ("key", "turn", "ttl")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    TTL_FIELD_NUMBER: _ClassVar[int]
+    key: _common_pb2.ConversationKey
+    turn: int
+    ttl: _duration_pb2.Duration
+    def __init__(self, key: _Optional[_Union[_common_pb2.ConversationKey, _Mapping]] = ..., turn: _Optional[int] = ..., ttl: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class TouchConversationResponse(_message.Message):
+    __slots__ = ("noted", "remaining")
+    NOTED_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_FIELD_NUMBER: _ClassVar[int]
+    noted: bool
+    remaining: _duration_pb2.Duration
+    def __init__(self, noted: bool = ..., remaining: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class EndConversation(_message.Message):
     __slots__ = ("key",)
@@ -206,18 +236,20 @@ class WatchLocationsResponse(_message.Message):
     def __init__(self, revision: _Optional[int] = ..., events: _Optional[_Iterable[_Union[LocationEvent, _Mapping]]] = ...) -> None: ...
 
 class TurnsOperation(_message.Message):
-    __slots__ = ("id", "lookup", "begin_turn", "claim", "release")
+    __slots__ = ("id", "lookup", "begin_turn", "claim", "release", "touch")
     ID_FIELD_NUMBER: _ClassVar[int]
     LOOKUP_FIELD_NUMBER: _ClassVar[int]
     BEGIN_TURN_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
+    TOUCH_FIELD_NUMBER: _ClassVar[int]
     id: int
     lookup: LookupLocationRequest
     begin_turn: BeginTurnRequest
     claim: ClaimLocationRequest
     release: ReleaseLocationRequest
-    def __init__(self, id: _Optional[int] = ..., lookup: _Optional[_Union[LookupLocationRequest, _Mapping]] = ..., begin_turn: _Optional[_Union[BeginTurnRequest, _Mapping]] = ..., claim: _Optional[_Union[ClaimLocationRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseLocationRequest, _Mapping]] = ...) -> None: ...
+    touch: TouchConversationRequest
+    def __init__(self, id: _Optional[int] = ..., lookup: _Optional[_Union[LookupLocationRequest, _Mapping]] = ..., begin_turn: _Optional[_Union[BeginTurnRequest, _Mapping]] = ..., claim: _Optional[_Union[ClaimLocationRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseLocationRequest, _Mapping]] = ..., touch: _Optional[_Union[TouchConversationRequest, _Mapping]] = ...) -> None: ...
 
 class TurnsRequest(_message.Message):
     __slots__ = ("operations",)
@@ -236,20 +268,22 @@ class TurnsError(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class TurnsResult(_message.Message):
-    __slots__ = ("id", "lookup", "begin_turn", "claim", "release", "error")
+    __slots__ = ("id", "lookup", "begin_turn", "claim", "release", "error", "touch")
     ID_FIELD_NUMBER: _ClassVar[int]
     LOOKUP_FIELD_NUMBER: _ClassVar[int]
     BEGIN_TURN_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    TOUCH_FIELD_NUMBER: _ClassVar[int]
     id: int
     lookup: LookupLocationResponse
     begin_turn: BeginTurnResponse
     claim: ClaimLocationResponse
     release: ReleaseLocationResponse
     error: TurnsError
-    def __init__(self, id: _Optional[int] = ..., lookup: _Optional[_Union[LookupLocationResponse, _Mapping]] = ..., begin_turn: _Optional[_Union[BeginTurnResponse, _Mapping]] = ..., claim: _Optional[_Union[ClaimLocationResponse, _Mapping]] = ..., release: _Optional[_Union[ReleaseLocationResponse, _Mapping]] = ..., error: _Optional[_Union[TurnsError, _Mapping]] = ...) -> None: ...
+    touch: TouchConversationResponse
+    def __init__(self, id: _Optional[int] = ..., lookup: _Optional[_Union[LookupLocationResponse, _Mapping]] = ..., begin_turn: _Optional[_Union[BeginTurnResponse, _Mapping]] = ..., claim: _Optional[_Union[ClaimLocationResponse, _Mapping]] = ..., release: _Optional[_Union[ReleaseLocationResponse, _Mapping]] = ..., error: _Optional[_Union[TurnsError, _Mapping]] = ..., touch: _Optional[_Union[TouchConversationResponse, _Mapping]] = ...) -> None: ...
 
 class TurnsResponse(_message.Message):
     __slots__ = ("results",)

@@ -55,6 +55,11 @@ class LocationServiceStub(object):
                 request_serializer=kvplane_dot_v1_dot_location__pb2.ClaimLocationRequest.SerializeToString,
                 response_deserializer=kvplane_dot_v1_dot_location__pb2.ClaimLocationResponse.FromString,
                 _registered_method=True)
+        self.TouchConversation = channel.unary_unary(
+                '/kvplane.v1.LocationService/TouchConversation',
+                request_serializer=kvplane_dot_v1_dot_location__pb2.TouchConversationRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_location__pb2.TouchConversationResponse.FromString,
+                _registered_method=True)
         self.ReleaseLocation = channel.unary_unary(
                 '/kvplane.v1.LocationService/ReleaseLocation',
                 request_serializer=kvplane_dot_v1_dot_location__pb2.ReleaseLocationRequest.SerializeToString,
@@ -118,6 +123,15 @@ class LocationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TouchConversation(self, request, context):
+        """Asks for a conversation's location to be kept for a while: a tool call is pending, its user is there.
+        The engine that holds it decides, and renews it if it can spare the blocks. While the turn is in flight
+        the wish is remembered, and granted or not once it is announced. Never revives anything, never shortens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReleaseLocation(self, request, context):
         """Ends a conversation, finishes a claim, or withdraws a location. Idempotent: releasing nothing is an
         answer. Errors: PERMISSION_DENIED for a claim of another owner, FAILED_PRECONDITION for a withdrawal
@@ -151,7 +165,7 @@ class LocationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Turns(self, request_iterator, context):
-        """Lookup, begin-turn, claim and release over one stream, each by an id of the caller's; answers come in
+        """Lookup, begin-turn, claim, release and touch over one stream, each by an id of the caller's; answers come in
         any order. Many operations per message when busy. One bad operation fails alone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -180,6 +194,11 @@ def add_LocationServiceServicer_to_server(servicer, server):
                     servicer.ClaimLocation,
                     request_deserializer=kvplane_dot_v1_dot_location__pb2.ClaimLocationRequest.FromString,
                     response_serializer=kvplane_dot_v1_dot_location__pb2.ClaimLocationResponse.SerializeToString,
+            ),
+            'TouchConversation': grpc.unary_unary_rpc_method_handler(
+                    servicer.TouchConversation,
+                    request_deserializer=kvplane_dot_v1_dot_location__pb2.TouchConversationRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_location__pb2.TouchConversationResponse.SerializeToString,
             ),
             'ReleaseLocation': grpc.unary_unary_rpc_method_handler(
                     servicer.ReleaseLocation,
@@ -316,6 +335,33 @@ class LocationService(object):
             '/kvplane.v1.LocationService/ClaimLocation',
             kvplane_dot_v1_dot_location__pb2.ClaimLocationRequest.SerializeToString,
             kvplane_dot_v1_dot_location__pb2.ClaimLocationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TouchConversation(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.v1.LocationService/TouchConversation',
+            kvplane_dot_v1_dot_location__pb2.TouchConversationRequest.SerializeToString,
+            kvplane_dot_v1_dot_location__pb2.TouchConversationResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -51,6 +51,15 @@ class LocationServiceStub:
     again while it lives. A miss is an answer.
     """
 
+    TouchConversation: grpc.UnaryUnaryMultiCallable[
+        kvplane.v1.location_pb2.TouchConversationRequest,
+        kvplane.v1.location_pb2.TouchConversationResponse,
+    ]
+    """Asks for a conversation's location to be kept for a while: a tool call is pending, its user is there.
+    The engine that holds it decides, and renews it if it can spare the blocks. While the turn is in flight
+    the wish is remembered, and granted or not once it is announced. Never revives anything, never shortens.
+    """
+
     ReleaseLocation: grpc.UnaryUnaryMultiCallable[
         kvplane.v1.location_pb2.ReleaseLocationRequest,
         kvplane.v1.location_pb2.ReleaseLocationResponse,
@@ -86,7 +95,7 @@ class LocationServiceStub:
         kvplane.v1.location_pb2.TurnsRequest,
         kvplane.v1.location_pb2.TurnsResponse,
     ]
-    """Lookup, begin-turn, claim and release over one stream, each by an id of the caller's; answers come in
+    """Lookup, begin-turn, claim, release and touch over one stream, each by an id of the caller's; answers come in
     any order. Many operations per message when busy. One bad operation fails alone.
     """
 
@@ -121,6 +130,15 @@ class LocationServiceAsyncStub:
     ]
     """Takes a location for one reader, exclusively and finally. The same request_id gets the same claim
     again while it lives. A miss is an answer.
+    """
+
+    TouchConversation: grpc.aio.UnaryUnaryMultiCallable[
+        kvplane.v1.location_pb2.TouchConversationRequest,
+        kvplane.v1.location_pb2.TouchConversationResponse,
+    ]
+    """Asks for a conversation's location to be kept for a while: a tool call is pending, its user is there.
+    The engine that holds it decides, and renews it if it can spare the blocks. While the turn is in flight
+    the wish is remembered, and granted or not once it is announced. Never revives anything, never shortens.
     """
 
     ReleaseLocation: grpc.aio.UnaryUnaryMultiCallable[
@@ -158,7 +176,7 @@ class LocationServiceAsyncStub:
         kvplane.v1.location_pb2.TurnsRequest,
         kvplane.v1.location_pb2.TurnsResponse,
     ]
-    """Lookup, begin-turn, claim and release over one stream, each by an id of the caller's; answers come in
+    """Lookup, begin-turn, claim, release and touch over one stream, each by an id of the caller's; answers come in
     any order. Many operations per message when busy. One bad operation fails alone.
     """
 
@@ -201,6 +219,17 @@ class LocationServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[kvplane.v1.location_pb2.ClaimLocationResponse, collections.abc.Awaitable[kvplane.v1.location_pb2.ClaimLocationResponse]]:
         """Takes a location for one reader, exclusively and finally. The same request_id gets the same claim
         again while it lives. A miss is an answer.
+        """
+
+    @abc.abstractmethod
+    def TouchConversation(
+        self,
+        request: kvplane.v1.location_pb2.TouchConversationRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvplane.v1.location_pb2.TouchConversationResponse, collections.abc.Awaitable[kvplane.v1.location_pb2.TouchConversationResponse]]:
+        """Asks for a conversation's location to be kept for a while: a tool call is pending, its user is there.
+        The engine that holds it decides, and renews it if it can spare the blocks. While the turn is in flight
+        the wish is remembered, and granted or not once it is announced. Never revives anything, never shortens.
         """
 
     @abc.abstractmethod
@@ -248,7 +277,7 @@ class LocationServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[kvplane.v1.location_pb2.TurnsRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvplane.v1.location_pb2.TurnsResponse], collections.abc.AsyncIterator[kvplane.v1.location_pb2.TurnsResponse]]:
-        """Lookup, begin-turn, claim and release over one stream, each by an id of the caller's; answers come in
+        """Lookup, begin-turn, claim, release and touch over one stream, each by an id of the caller's; answers come in
         any order. Many operations per message when busy. One bad operation fails alone.
         """
 

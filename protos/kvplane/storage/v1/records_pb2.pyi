@@ -90,7 +90,7 @@ class ProfileRecord(_message.Message):
     def __init__(self, model: _Optional[str] = ..., model_revision: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., decode_context_parallel_size: _Optional[int] = ..., engine_version: _Optional[str] = ..., transfer_mode: _Optional[str] = ...) -> None: ...
 
 class LocationRecord(_message.Message):
-    __slots__ = ("tenant_id", "model", "adapter", "conversation_id", "engine_id", "engine_epoch", "request_id", "turn", "token_count", "block_count", "kv_transfer_params", "chunk_tokens", "fingerprint", "deadline_ms", "not_before_ms", "endpoint", "data_parallel_rank")
+    __slots__ = ("tenant_id", "model", "adapter", "conversation_id", "engine_id", "engine_epoch", "request_id", "turn", "token_count", "block_count", "kv_transfer_params", "chunk_tokens", "fingerprint", "deadline_ms", "not_before_ms", "endpoint", "data_parallel_rank", "wanted_until_ms")
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +108,7 @@ class LocationRecord(_message.Message):
     NOT_BEFORE_MS_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     DATA_PARALLEL_RANK_FIELD_NUMBER: _ClassVar[int]
+    WANTED_UNTIL_MS_FIELD_NUMBER: _ClassVar[int]
     tenant_id: str
     model: str
     adapter: str
@@ -125,7 +126,8 @@ class LocationRecord(_message.Message):
     not_before_ms: int
     endpoint: str
     data_parallel_rank: int
-    def __init__(self, tenant_id: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., conversation_id: _Optional[str] = ..., engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., request_id: _Optional[str] = ..., turn: _Optional[int] = ..., token_count: _Optional[int] = ..., block_count: _Optional[int] = ..., kv_transfer_params: _Optional[bytes] = ..., chunk_tokens: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ..., not_before_ms: _Optional[int] = ..., endpoint: _Optional[str] = ..., data_parallel_rank: _Optional[int] = ...) -> None: ...
+    wanted_until_ms: int
+    def __init__(self, tenant_id: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., conversation_id: _Optional[str] = ..., engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., request_id: _Optional[str] = ..., turn: _Optional[int] = ..., token_count: _Optional[int] = ..., block_count: _Optional[int] = ..., kv_transfer_params: _Optional[bytes] = ..., chunk_tokens: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ..., not_before_ms: _Optional[int] = ..., endpoint: _Optional[str] = ..., data_parallel_rank: _Optional[int] = ..., wanted_until_ms: _Optional[int] = ...) -> None: ...
 
 class ClaimRecord(_message.Message):
     __slots__ = ("claim_id", "owner", "location", "deadline_ms")
@@ -140,20 +142,28 @@ class ClaimRecord(_message.Message):
     def __init__(self, claim_id: _Optional[str] = ..., owner: _Optional[str] = ..., location: _Optional[_Union[LocationRecord, _Mapping]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
 
 class TurnRecord(_message.Message):
-    __slots__ = ("latest_turn", "request_id", "settled_turn", "in_flight_until_ms", "claimed_turn", "ended_turn")
+    __slots__ = ("latest_turn", "request_id", "settled_turn", "in_flight_until_ms", "claimed_turn", "ended_turn", "turn_index", "settled_at_ms", "lease_class", "wanted_until_ms")
     LATEST_TURN_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SETTLED_TURN_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_UNTIL_MS_FIELD_NUMBER: _ClassVar[int]
     CLAIMED_TURN_FIELD_NUMBER: _ClassVar[int]
     ENDED_TURN_FIELD_NUMBER: _ClassVar[int]
+    TURN_INDEX_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_AT_MS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_CLASS_FIELD_NUMBER: _ClassVar[int]
+    WANTED_UNTIL_MS_FIELD_NUMBER: _ClassVar[int]
     latest_turn: int
     request_id: str
     settled_turn: int
     in_flight_until_ms: int
     claimed_turn: int
     ended_turn: int
-    def __init__(self, latest_turn: _Optional[int] = ..., request_id: _Optional[str] = ..., settled_turn: _Optional[int] = ..., in_flight_until_ms: _Optional[int] = ..., claimed_turn: _Optional[int] = ..., ended_turn: _Optional[int] = ...) -> None: ...
+    turn_index: int
+    settled_at_ms: int
+    lease_class: int
+    wanted_until_ms: int
+    def __init__(self, latest_turn: _Optional[int] = ..., request_id: _Optional[str] = ..., settled_turn: _Optional[int] = ..., in_flight_until_ms: _Optional[int] = ..., claimed_turn: _Optional[int] = ..., ended_turn: _Optional[int] = ..., turn_index: _Optional[int] = ..., settled_at_ms: _Optional[int] = ..., lease_class: _Optional[int] = ..., wanted_until_ms: _Optional[int] = ...) -> None: ...
 
 class HoldingRecord(_message.Message):
     __slots__ = ("location_key", "claim_id")
