@@ -96,6 +96,18 @@ class Rig:
         assert result.outcome is m.AnnounceOutcome.ACCEPTED
         return turn
 
+    async def touch(
+        self, ttl_s: float = 300.0, conversation: m.ConversationKey | None = None, turn: int = 0
+    ) -> m.Touched:
+        return await self.plane.touches.touch(conversation or key(), ttl_s, turn)
+
+    async def wanted_for_s(self, conversation: m.ConversationKey | None = None) -> float:
+        """Return for how long a retained location is wanted, in seconds; 0 if nobody asked."""
+        found = await self.lookup(conversation)
+        assert isinstance(found, m.Found)
+        until_ms = found.location.wanted_until_ms
+        return (until_ms - self.clock.now_ms()) / 1000 if until_ms else 0.0
+
     async def claim(
         self, claim_id: str = "claim", owner: str = "r", conversation: m.ConversationKey | None = None
     ) -> m.Claim | m.MissReason:

@@ -31,8 +31,10 @@ LOCATIONS = st.builds(
     not_before_ms=COUNT,
     endpoint=TEXT,
     data_parallel_rank=COUNT,
+    wanted_until_ms=COUNT,
     unknown=st.just(b""),
 )
+TURNS = st.builds(m.Turns, COUNT, TEXT, *[COUNT] * 8, st.just(b""))
 PROFILES = st.builds(m.EngineProfile, TEXT, TEXT, TEXT, COUNT, COUNT, COUNT, COUNT, TEXT, TEXT)
 SPECS = st.builds(
     m.EngineSpec,
@@ -62,7 +64,7 @@ def test_engines(value: m.Engine) -> None:
     assert records.load_engine(records.dump_engine(value)) == value
 
 
-@given(st.builds(m.Turns, COUNT, TEXT, COUNT, COUNT, COUNT, COUNT, st.just(b"")))
+@given(TURNS)
 def test_turns(value: m.Turns) -> None:
     assert records.load_turns(records.dump_turns(value)) == value
 

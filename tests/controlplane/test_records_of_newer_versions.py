@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvplane.controlplane import model as m
 from kvplane.controlplane import records
 from kvplane.storage.v1 import records_pb2
-from tests.controlplane.test_records import COUNT, ENGINES, HOLDERS, LOCATIONS, TEXT
+from tests.controlplane.test_records import COUNT, ENGINES, HOLDERS, LOCATIONS, TEXT, TURNS
 
 FIELD = descriptor_pb2.FieldDescriptorProto
 
@@ -104,7 +104,7 @@ def test_of_an_engine_that_drains(value: m.Engine, added: dict[str, Any], to_pro
     assert NEWER["EngineRecord"].FromString(drained) == newer
 
 
-@given(st.builds(m.Turns, COUNT, TEXT, COUNT, COUNT, COUNT, COUNT, st.just(b"")), ADDED)
+@given(TURNS, ADDED)
 def test_of_turns_that_go_on(value: m.Turns, added: dict[str, Any]) -> None:
     newer = NEWER["TurnRecord"].FromString(records.dump_turns(value))
     add(newer, added)

@@ -135,6 +135,9 @@ BAD: list[tuple[str, Any, str]] = [
     ("BeginTurn", location_pb2.BeginTurnRequest(key=wire_key()), "request_id"),
     ("LookupLocation", location_pb2.LookupLocationRequest(key=wire_key(model="")), "key.model"),
     ("ClaimLocation", location_pb2.ClaimLocationRequest(key=wire_key(), request_id="r"), "owner"),
+    ("TouchConversation", location_pb2.TouchConversationRequest(), "key.tenant_id"),
+    ("TouchConversation", location_pb2.TouchConversationRequest(key=wire_key()), "ttl"),
+    ("TouchConversation", location_pb2.TouchConversationRequest(key=wire_key(), turn=-1), "turn"),
     (
         "ClaimLocation",
         location_pb2.ClaimLocationRequest(key=wire_key(), request_id="r", owner="o", turn=-1),

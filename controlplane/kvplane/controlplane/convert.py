@@ -84,6 +84,7 @@ def announcement_in(wire: common_pb2.Announcement, delay_s: float = 0.0) -> m.An
         max(0.0, ttl.seconds + ttl.nanos / 1e9 - delay_s),
         wire.endpoint.rstrip("/"),
         wire.reannounced,
+        wire.lease_class,
     )
 
 
@@ -193,6 +194,14 @@ def write_claim(wire: location_pb2.Claim, value: m.Claim, now_ms: int) -> None:
     wire.owner = value.owner
     write_location(wire.location, value.location, now_ms, claimed=True)
     _write_milliseconds(wire.timeout, value.deadline_ms - now_ms)
+
+
+def write_touched(wire: location_pb2.TouchConversationResponse, value: m.Touched) -> None:
+    """Write what a touch found into an empty message."""
+    wire.noted = value.noted
+    if value.remaining_ms is not None:
+        wire.remaining.SetInParent()
+        _write_milliseconds(wire.remaining, value.remaining_ms)
 
 
 def _write_milliseconds(wire: Duration, milliseconds: int) -> None:

@@ -14,6 +14,7 @@ from kvplane.controlplane.ledger import Ledger
 from kvplane.controlplane.locations import Locations
 from kvplane.controlplane.paging import decode_token, encode_token
 from kvplane.controlplane.releases import Releases
+from kvplane.controlplane.touches import Touches
 from kvplane.controlplane.turn_streams import multiplexed
 from kvplane.controlplane.turns import BegunTurn, Turns
 from kvplane.store.base import Event
@@ -32,6 +33,7 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         turns: Turns,
         claims: Claims,
         releases: Releases,
+        touches: Touches,
     ) -> None:
         self._ledger = ledger
         self._engines = engines
@@ -39,6 +41,7 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         self._turns = turns
         self._claims = claims
         self._releases = releases
+        self._touches = touches
 
     def _now(self) -> int:
         return self._ledger.clock.now_ms()
@@ -54,8 +57,8 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         result = await self._locations.announce(engine_id, engine_epoch, value)
         return location_pb2.AnnounceLocationResponse(result=convert.announced_out(value.request_id, result))
 
-    # Lookup, begin-turn, claim and release come as calls of their own and over Turns. Each is made in two
-    # steps: `perform` has the answer as a value, `write` puts it where it goes on its way.
+    # Lookup, begin-turn, claim, release and touch come as calls of their own and over Turns. Each is made in
+    # two steps: `perform` has the answer as a value, `write` puts it where it goes on its way.
 
     async def LookupLocation(
         self, request: location_pb2.LookupLocationRequest, context: Any
@@ -87,6 +90,14 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         """See the protos."""
         outcome = await self.perform_release(request)
         return location_pb2.ReleaseLocationResponse(outcome=convert.outcome_out(outcome))
+
+    async def TouchConversation(
+        self, request: location_pb2.TouchConversationRequest, context: Any
+    ) -> location_pb2.TouchConversationResponse:
+        """See the protos."""
+        answer = location_pb2.TouchConversationResponse()
+        convert.write_touched(answer, await self.perform_touch(request))
+        return answer
 
     async def perform_lookup(self, request: location_pb2.LookupLocationRequest) -> m.Found | m.MissReason:
         """Validate and perform LookupLocation."""
@@ -132,6 +143,14 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
             await self._engines.require(engine_id, engine_epoch)
             return await self._releases.withdraw(m.Holder(engine_id, engine_epoch, request_id))
         raise InvalidFieldError("target", "must be one of end_conversation, finish_claim, withdraw")
+
+    async def perform_touch(self, request: location_pb2.TouchConversationRequest) -> m.Touched:
+        """Validate and perform TouchConversation."""
+        validate.key(request.key)
+        if request.turn < 0:
+            raise InvalidFieldError("turn", "must not be negative")
+        ttl_s = validate.span("ttl", request.ttl)
+        return await self._touches.touch(convert.key_in(request.key), ttl_s, request.turn)
 
     def write_known(
         self,

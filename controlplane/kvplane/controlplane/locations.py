@@ -87,17 +87,29 @@ class Locations:
         writes: list[Write] = []
         if current is not None:
             if is_known:
-                location = location._replace(not_before_ms=current.not_before_ms, unknown=current.unknown)
+                location = location._replace(
+                    not_before_ms=current.not_before_ms,
+                    wanted_until_ms=current.wanted_until_ms,
+                    unknown=current.unknown,
+                )
                 if abs(location.deadline_ms - current.deadline_ms) < _SAME_MS:
                     return Decision(self._accepted(current), compares)
             else:
                 writes = self._releases.replacing(current, m.ReleaseReason.SUPERSEDED)
+                if current.turn == location.turn:  # the same blocks, on record for an earlier incarnation
+                    location = location._replace(wanted_until_ms=current.wanted_until_ms)
+        if known.wanted_until_ms and value.turn == known.latest_turn:
+            wanted_until_ms = max(location.wanted_until_ms, known.wanted_until_ms)
+            location = location._replace(wanted_until_ms=wanted_until_ms)
         writes.append(ledger.keep_location(location_key, location))
         writes.append(ledger.keep_holding(holding.key, location_key, location.deadline_ms))
         if value.turn > known.settled_turn or value.turn > known.latest_turn or turns.value is None:
             settled = known._replace(
                 latest_turn=max(known.latest_turn, value.turn),
                 settled_turn=max(known.settled_turn, value.turn),
+                settled_at_ms=ledger.clock.now_ms(),
+                lease_class=value.lease_class,
+                wanted_until_ms=0 if value.turn >= known.latest_turn else known.wanted_until_ms,
             )
             writes.append(ledger.keep_turns(turns_key, settled, self._settings.turns_kept_ms))
         return Decision(self._accepted(location), compares, writes)

@@ -140,7 +140,7 @@ class Holder(NamedTuple):
 
 
 class Location(NamedTuple):
-    """A location on record. `deadline_ms` and `not_before_ms` are of the control plane's clock."""
+    """A location on record. What is in milliseconds is of the control plane's clock."""
 
     key: ConversationKey
     holder: Holder
@@ -153,6 +153,7 @@ class Location(NamedTuple):
     not_before_ms: int = 0
     endpoint: str = ""
     data_parallel_rank: int = 0
+    wanted_until_ms: int = 0
     unknown: bytes = b""
 
 
@@ -245,7 +246,15 @@ class Turns(NamedTuple):
     in_flight_until_ms: int = 0
     claimed_turn: int = 0
     ended_turn: int = 0
+    turn_index: int = 0
+    settled_at_ms: int = 0
+    lease_class: int = 0
+    wanted_until_ms: int = 0
     unknown: bytes = b""
+
+    def is_in_flight(self, now_ms: int) -> bool:
+        """Tell whether the latest turn may still be announced."""
+        return self.latest_turn > self.settled_turn and self.in_flight_until_ms > now_ms
 
 
 class Announcement(NamedTuple):
@@ -261,6 +270,7 @@ class Announcement(NamedTuple):
     ttl_s: float
     endpoint: str = ""
     reannounced: bool = False
+    lease_class: int = 0
 
 
 class Announced(NamedTuple):
@@ -269,6 +279,13 @@ class Announced(NamedTuple):
     outcome: AnnounceOutcome
     granted_ttl_s: float = 0.0
     detail: str = ""
+
+
+class Touched(NamedTuple):
+    """What a touch found; `remaining_ms` is the life of what is retained, None if nothing is."""
+
+    noted: bool
+    remaining_ms: int | None = None
 
 
 class Order(NamedTuple):

@@ -82,6 +82,7 @@ def _fill_location(record: pb.LocationRecord, value: m.Location) -> None:
     record.not_before_ms = value.not_before_ms
     record.endpoint = value.endpoint
     record.data_parallel_rank = value.data_parallel_rank
+    record.wanted_until_ms = value.wanted_until_ms
     if value.unknown:
         record.MergeFromString(value.unknown)
 
@@ -99,6 +100,7 @@ def _location_value(record: pb.LocationRecord) -> m.Location:
         record.not_before_ms,
         record.endpoint,
         record.data_parallel_rank,
+        record.wanted_until_ms,
         _unknown(record) if len(UnknownFieldSet(record)) else b"",
     )
 
@@ -216,6 +218,10 @@ def dump_turns(value: m.Turns) -> bytes:
     record.in_flight_until_ms = value.in_flight_until_ms
     record.claimed_turn = value.claimed_turn
     record.ended_turn = value.ended_turn
+    record.turn_index = value.turn_index
+    record.settled_at_ms = value.settled_at_ms
+    record.lease_class = value.lease_class
+    record.wanted_until_ms = value.wanted_until_ms
     if value.unknown:
         record.MergeFromString(value.unknown)
     return record.SerializeToString()
@@ -231,6 +237,10 @@ def load_turns(raw: bytes) -> m.Turns:
         record.in_flight_until_ms,
         record.claimed_turn,
         record.ended_turn,
+        record.turn_index,
+        record.settled_at_ms,
+        record.lease_class,
+        record.wanted_until_ms,
         _unknown(record) if len(UnknownFieldSet(record)) else b"",
     )
 

@@ -29,6 +29,7 @@ from kvplane.controlplane.mirror import Mirror
 from kvplane.controlplane.releases import Releases
 from kvplane.controlplane.replicas import Replicas
 from kvplane.controlplane.schema import ensure_schema
+from kvplane.controlplane.touches import Touches
 from kvplane.controlplane.turns import Turns
 from kvplane.store.base import Store
 from kvplane.store.clock import Clock
@@ -68,13 +69,14 @@ class ControlPlane:
         self.locations = Locations(ledger, self.engines, self.releases, availability, settings)
         self.turns = Turns(ledger, self.locations, availability, settings)
         self.claims = Claims(ledger, availability, self.turns, settings)
+        self.touches = Touches(ledger, self.engines, settings)
         self.sweeper = Sweeper(
             self.mirror, self.releases, self.engines, time, settings, rank=self.replicas.rank
         )
         self.attachments = Attachments(ledger, self.engines, self.locations, self.releases)
         self.engine_servicer = EngineServicer(self.engines, self.attachments, settings)
         self.location_servicer = LocationServicer(
-            ledger, self.engines, self.locations, self.turns, self.claims, self.releases
+            ledger, self.engines, self.locations, self.turns, self.claims, self.releases, self.touches
         )
 
     def start(self) -> list[asyncio.Task[None]]:

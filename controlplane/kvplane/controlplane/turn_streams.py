@@ -38,6 +38,9 @@ class Operations(Protocol):
     async def perform_release(self, request: pb.ReleaseLocationRequest) -> m.ReleaseOutcome:
         """Perform a release."""
 
+    async def perform_touch(self, request: pb.TouchConversationRequest) -> m.Touched:
+        """Perform a touch."""
+
     def write_known(self, answer: pb.LookupLocationResponse, known: m.Found | m.MissReason) -> None:
         """Write the answer to a lookup."""
 
@@ -83,8 +86,13 @@ class _Stream:
             elif kind == "release":
                 released = convert.outcome_out(await make.perform_release(operation.release))
                 self._ready.results.add(id=operation.id).release.outcome = released
+            elif kind == "touch":
+                touched = await make.perform_touch(operation.touch)
+                convert.write_touched(self._ready.results.add(id=operation.id).touch, touched)
             else:
-                raise InvalidFieldError("operation", "must be one of lookup, begin_turn, claim, release")
+                raise InvalidFieldError(
+                    "operation", "must be one of lookup, begin_turn, claim, release, touch"
+                )
         except Exception as error:
             code, message, reason, _ = status_of(error, f"turns-{operation.id}")
             if reason == "INTERNAL":

@@ -69,11 +69,12 @@ class Turns:
         if last.request_id == request_id and last.latest_turn:
             return Decision((BegunTurn(last.latest_turn, known), 0), compares)
         now = ledger.clock.now_ms()
-        in_flight = last.latest_turn > last.settled_turn and last.in_flight_until_ms > now
+        in_flight = last.is_in_flight(now)
         begun = last._replace(
             latest_turn=max(last.latest_turn + 1, now),
             request_id=request_id,
             in_flight_until_ms=now + self._window_ms,
+            wanted_until_ms=0,
         )
         return Decision(
             (BegunTurn(begun.latest_turn, known), last.latest_turn if in_flight else 0),
@@ -101,6 +102,6 @@ class Turns:
     def in_flight(self, key: m.ConversationKey) -> int:
         """Return the latest turn if it is still in flight, else 0."""
         turns = self._ledger.turns_at(keys.turns(key)).value
-        if turns is None or turns.latest_turn <= turns.settled_turn:
+        if turns is None or not turns.is_in_flight(self._ledger.clock.now_ms()):
             return 0
-        return turns.latest_turn if turns.in_flight_until_ms > self._ledger.clock.now_ms() else 0
+        return turns.latest_turn

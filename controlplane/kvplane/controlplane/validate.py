@@ -19,6 +19,7 @@ MAX_RECORD_BYTES = 1_300_000
 """Params and fingerprint together: what one record of the store can hold (etcd: about 1.5 MB a request)."""
 MAX_CHUNK_TOKENS = 65_536
 MAX_BATCH = 1024
+MAX_LEASE_CLASS = 1024
 MAX_WAIT_S = 5.0
 HASH_BYTES = 8
 _LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
@@ -153,6 +154,8 @@ def announcement(wire: common_pb2.Announcement, engine_id: str, field: str = "an
     span(f"{field}.ttl", wire.ttl)
     text(f"{field}.endpoint", wire.endpoint, most=2048, optional=True)
     endpoint(f"{field}.endpoint", wire.endpoint)
+    if not 0 <= wire.lease_class <= MAX_LEASE_CLASS:
+        raise InvalidFieldError(f"{field}.lease_class", f"must be 0 to {MAX_LEASE_CLASS}")
     _fingerprint(wire.fingerprint, wire.token_count, f"{field}.fingerprint")
     _params(wire.kv_transfer_params, engine_id, f"{field}.kv_transfer_params")
     if len(wire.kv_transfer_params) + len(wire.fingerprint.chain) > MAX_RECORD_BYTES:
