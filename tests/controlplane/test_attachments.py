@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvplane.controlplane import eager, turn_streams, validate
 from kvplane.controlplane import model as m
@@ -96,7 +97,7 @@ async def test_a_large_location_superseded_in_quarantine_fits_one_transaction(ri
     params = b"{" + PARAMS[1:-1] + b', "padding": "' + b"x" * 1_000_000 + b'"}'
     for request_id, reannounced in (("q1", True), ("q2", False)):
         value = announcement(request_id, await rig.begin(request_id), reannounced=reannounced)
-        result = await rig.announce(engine, value._replace(kv_transfer_params=params))
+        result = await rig.announce(engine, replace(value, kv_transfer_params=params))
         assert result.outcome is m.AnnounceOutcome.ACCEPTED
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
+from msgspec.structs import replace
 
 from kvplane.controlplane import keys, records
 from kvplane.controlplane import model as m
@@ -146,7 +147,7 @@ async def test_a_holding_that_points_to_another_engines_location_is_found(filled
     location = await store.get(keys.location(key()))
     assert location is not None
     value = records.load_location(location.value)
-    value = value._replace(holder=holder("somebody", engine))
+    value = replace(value, holder=holder("somebody", engine))
     await store.transact([], [Put(location.key, records.dump_location(value), location.lease_id)])
     filled = dataclasses.replace(filled, store=store)
     expected = {Problem.HOLDING_OF_NOTHING: 1, Problem.LOCATION_WITHOUT_HOLDING: 1}

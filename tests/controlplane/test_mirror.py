@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from msgspec.structs import replace
 
 from kvplane.controlplane.fleet_time import FleetTime
 from kvplane.controlplane.ledger import Keep, Ledger
@@ -181,6 +182,6 @@ async def test_an_answer_that_comes_late_is_no_reason_to_doubt(follower: Followe
 async def test_a_record_that_is_older_than_it_was_is_one(follower: Follower) -> None:
     known = follower.mirror.get(b"l/old")
     assert known is not None
-    older = known._replace(mod_revision=known.mod_revision - 1)
+    older = replace(known, mod_revision=known.mod_revision - 1)
     follower.mirror.found(99, [Compare(b"l/old", 7)], [older])
     assert follower.mirror.doubted.is_set()

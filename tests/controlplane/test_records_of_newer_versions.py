@@ -10,6 +10,7 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvplane.controlplane import model as m
 from kvplane.controlplane import records
@@ -64,8 +65,8 @@ def test_of_a_location_that_is_renewed(value: m.Location, added: dict[str, Any])
     newer = NEWER["LocationRecord"].FromString(records.dump_location(value))
     add(newer, added)
     loaded = records.load_location(newer.SerializeToString())
-    assert loaded._replace(unknown=b"") == value
-    renewed = records.dump_location(loaded._replace(deadline_ms=77))
+    assert replace(loaded, unknown=b"") == value
+    renewed = records.dump_location(replace(loaded, deadline_ms=77))
     newer.deadline_ms = 77
     assert NEWER["LocationRecord"].FromString(renewed) == newer
 
@@ -78,7 +79,7 @@ def test_of_a_claim_and_of_what_it_claims(
     add(newer, added)
     add(newer.location, to_location)
     loaded = records.load_claim(newer.SerializeToString())
-    renewed = records.dump_claim(loaded._replace(deadline_ms=77))
+    renewed = records.dump_claim(replace(loaded, deadline_ms=77))
     newer.deadline_ms = 77
     assert NEWER["ClaimRecord"].FromString(renewed) == newer
 
@@ -109,8 +110,8 @@ def test_of_turns_that_go_on(value: m.Turns, added: dict[str, Any]) -> None:
     newer = NEWER["TurnRecord"].FromString(records.dump_turns(value))
     add(newer, added)
     loaded = records.load_turns(newer.SerializeToString())
-    assert loaded._replace(unknown=b"") == value
-    begun = records.dump_turns(loaded._replace(latest_turn=5, request_id="r"))
+    assert replace(loaded, unknown=b"") == value
+    begun = records.dump_turns(replace(loaded, latest_turn=5, request_id="r"))
     newer.latest_turn, newer.request_id = 5, "r"
     assert NEWER["TurnRecord"].FromString(begun) == newer
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from kvplane.controlplane import keys
 from kvplane.controlplane import model as m
 from kvplane.controlplane.availability import Availability
@@ -77,7 +79,7 @@ class Claims:
             return Decision(refused, compares)
         deadline_ms = min(ledger.clock.now_ms() + self._timeout_ms, location.deadline_ms)
         claim = m.Claim(claim_id, owner, location, deadline_ms)
-        claimed = known._replace(claimed_turn=max(known.claimed_turn, location.turn))
+        claimed = replace(known, claimed_turn=max(known.claimed_turn, location.turn))
         return Decision(
             claim,
             compares,

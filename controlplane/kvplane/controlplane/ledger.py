@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import structlog
+from msgspec import Struct
 
 from kvplane.controlplane import eager, keys, records
 from kvplane.controlplane import model as m
@@ -32,7 +33,7 @@ _LEASES_PER_BUCKET = 100
 """Beyond it, leases are told apart no further in time."""
 
 
-class Stored(NamedTuple, Generic[T]):
+class Stored(Struct, Generic[T], frozen=True, gc=False):
     """A record as last known. `revision` 0 and `value` None mean that there is none."""
 
     key: bytes
@@ -44,7 +45,7 @@ class Stored(NamedTuple, Generic[T]):
         return Compare(self.key, self.revision)
 
 
-class Keep(NamedTuple):
+class Keep(Struct, frozen=True, gc=False):
     """The write of a record that ends by itself some time after `until_ms`, unless rewritten or removed."""
 
     key: bytes
@@ -55,7 +56,7 @@ class Keep(NamedTuple):
 Write = Keep | Put | Delete
 
 
-class Decision(NamedTuple, Generic[T]):
+class Decision(Struct, Generic[T], frozen=True, gc=False):
     """An answer, what it rests on, and what has to be written for it to be true.
 
     Without compares and writes it is given as it is. With compares alone they are checked.
@@ -66,7 +67,7 @@ class Decision(NamedTuple, Generic[T]):
     writes: Sequence[Write] = ()
 
 
-class Holding(NamedTuple):
+class Holding(Struct, frozen=True, gc=False):
     """What became of a holder's blocks: exactly one member is set."""
 
     location_key: bytes
@@ -157,12 +158,12 @@ class Ledger:
         self.mirror.require_fresh()
         redone = False
         for _ in range(ATTEMPTS):
-            answer, compares, writes = attempt()
-            if not compares and not writes:
-                return answer
+            made = attempt()
+            if not made.compares and not made.writes:
+                return made.answer
             try:
-                if await self.commit(compares, writes):
-                    return answer
+                if await self.commit(made.compares, made.writes):
+                    return made.answer
             except StoreUnavailableError:
                 if redone:
                     raise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from kvplane.controlplane import keys, records
 from kvplane.controlplane import model as m
 from kvplane.controlplane.availability import Availability
@@ -87,7 +89,8 @@ class Locations:
         writes: list[Write] = []
         if current is not None:
             if is_known:
-                location = location._replace(
+                location = replace(
+                    location,
                     not_before_ms=current.not_before_ms,
                     wanted_until_ms=current.wanted_until_ms,
                     unknown=current.unknown,
@@ -97,14 +100,15 @@ class Locations:
             else:
                 writes = self._releases.replacing(current, m.ReleaseReason.SUPERSEDED)
                 if current.turn == location.turn:  # the same blocks, on record for an earlier incarnation
-                    location = location._replace(wanted_until_ms=current.wanted_until_ms)
+                    location = replace(location, wanted_until_ms=current.wanted_until_ms)
         if known.wanted_until_ms and value.turn == known.latest_turn:
             wanted_until_ms = max(location.wanted_until_ms, known.wanted_until_ms)
-            location = location._replace(wanted_until_ms=wanted_until_ms)
+            location = replace(location, wanted_until_ms=wanted_until_ms)
         writes.append(ledger.keep_location(location_key, location))
         writes.append(ledger.keep_holding(holding.key, location_key, location.deadline_ms))
         if value.turn > known.settled_turn or value.turn > known.latest_turn or turns.value is None:
-            settled = known._replace(
+            settled = replace(
+                known,
                 latest_turn=max(known.latest_turn, value.turn),
                 settled_turn=max(known.settled_turn, value.turn),
                 settled_at_ms=ledger.clock.now_ms(),
@@ -179,7 +183,7 @@ class Locations:
         if location is None or location.holder != holder or location.deadline_ms <= now:
             return Decision(None, compares)
         granted_s = min(ttl_s, self._settings.max_location_ttl_s)
-        renewed = location._replace(deadline_ms=now + int(granted_s * 1000))
+        renewed = replace(location, deadline_ms=now + int(granted_s * 1000))
         writes: list[Write] = [
             ledger.keep_location(stored.key, renewed),
             ledger.keep_holding(holding.key, stored.key, renewed.deadline_ms),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import structlog
+from msgspec.structs import replace
 
 from kvplane.controlplane import eager, keys, records
 from kvplane.controlplane import model as m
@@ -41,7 +42,7 @@ class Releases:
     def _quarantine(self, location: m.Location) -> m.Claim:
         """Nobody reads by this claim, so it goes without params and fingerprint, which may be large."""
         holder = location.holder
-        location = location._replace(kv_transfer_params=b"", fingerprint=m.Fingerprint(0, b""))
+        location = replace(location, kv_transfer_params=b"", fingerprint=m.Fingerprint(0, b""))
         grace_ms = round(self._settings.claim_grace_s * 1000)
         name = f"{m.QUARANTINE}{holder.engine_id}/{holder.engine_epoch}/{holder.request_id}"
         return m.Claim(name, "", location, location.not_before_ms - grace_ms)
@@ -122,7 +123,7 @@ class Releases:
         """
         turns = self._ledger.turns_at(keys.turns(location.key))
         known = turns.value or m.Turns(location.turn, "", location.turn)
-        ended = known._replace(ended_turn=max(known.ended_turn, location.turn))
+        ended = replace(known, ended_turn=max(known.ended_turn, location.turn))
         return self._ledger.keep_turns(turns.key, ended, self._settings.turns_kept_ms), turns.unchanged()
 
     async def evict(self, turns_key: bytes) -> None:

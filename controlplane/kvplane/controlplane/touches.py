@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from kvplane.controlplane import keys
 from kvplane.controlplane import model as m
 from kvplane.controlplane.engines import EngineRegistry
@@ -44,12 +46,12 @@ class Touches:
             if is_held and location.deadline_ms > now:
                 noted, remaining_ms = True, location.deadline_ms - now
                 if wanted_ms - max(location.wanted_until_ms, location.deadline_ms) > least_ms:
-                    location = location._replace(wanted_until_ms=wanted_ms)
+                    location = replace(location, wanted_until_ms=wanted_ms)
                     writes.append(ledger.keep_location(location_key, location))
         if known is not None and turn in (0, known.latest_turn) and known.is_in_flight(now):
             noted = True
             if wanted_ms - known.wanted_until_ms > least_ms:
-                known = known._replace(wanted_until_ms=wanted_ms)
+                known = replace(known, wanted_until_ms=wanted_ms)
                 writes.append(ledger.keep_turns(turns_key, known, self._settings.turns_kept_ms))
         return Decision(m.Touched(noted, remaining_ms), compares, writes)
 

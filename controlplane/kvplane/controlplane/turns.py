@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from kvplane.controlplane import keys
 from kvplane.controlplane import model as m
 from kvplane.controlplane.availability import Availability
@@ -70,7 +72,8 @@ class Turns:
             return Decision((BegunTurn(last.latest_turn, known), 0), compares)
         now = ledger.clock.now_ms()
         in_flight = last.is_in_flight(now)
-        begun = last._replace(
+        begun = replace(
+            last,
             latest_turn=max(last.latest_turn + 1, now),
             request_id=request_id,
             in_flight_until_ms=now + self._window_ms,

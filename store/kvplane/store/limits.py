@@ -53,13 +53,15 @@ def check_transaction(compares: Sequence[Compare], operations: Sequence[Operatio
             f" not {len(compares)} and {len(operations)}"
         )
     size = 0
-    for key, mod_revision in compares:
-        length = len(key)
+    for compare in compares:
+        length = len(compare.key)
         if not 0 < length <= MAX_KEY_BYTES:
-            check_key(key)
+            check_key(compare.key)
         size += length
-        if mod_revision < 0:
-            raise InvalidStoreRequestError(f"a revision to compare with is at least 0, not {mod_revision}")
+        if compare.mod_revision < 0:
+            raise InvalidStoreRequestError(
+                f"a revision to compare with is at least 0, not {compare.mod_revision}"
+            )
     written = set()
     for operation in operations:
         key = operation.key

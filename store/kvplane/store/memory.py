@@ -385,10 +385,10 @@ class _MemoryWatch(AsyncIterator[EventBatch]):
 def _weight(batch: EventBatch) -> int:
     """Return about how many bytes a batch holds: a previous value may be shared, but need not be."""
     size = 0
-    for key, current, previous in batch.events:
-        size += len(key)
-        if current is not None:
-            size += len(current.value)
-        if previous is not None:
-            size += len(previous.value)
+    for event in batch.events:
+        size += len(event.key)
+        if event.current is not None:
+            size += len(event.current.value)
+        if event.previous is not None:
+            size += len(event.previous.value)
     return size
