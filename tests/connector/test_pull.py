@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from kvplane.connector.envelope import Outcome
 from kvplane.connector.fingerprint import Context, make_chain
-from kvplane.connector.pull import CacheLayout, PullPlan, offers_blocks, plan_pull
+from kvplane.connector.groups import CacheLayout, Group
+from kvplane.connector.pull import PullPlan, offers_blocks, plan_pull
 
 CONTEXT = Context("m")
-LAYOUT = CacheLayout(block_size=16)
+LAYOUT = CacheLayout((Group(16),))
 CHUNK = 64
 
 
@@ -20,7 +21,7 @@ def offer(tokens: list[int], layout: CacheLayout = LAYOUT, **changes: Any) -> di
     params: dict[str, Any] = {
         "do_remote_decode": True,
         "do_remote_prefill": False,
-        "remote_block_ids": [list(range(100, 100 + layout.blocks_for(len(tokens))))] * layout.groups,
+        "remote_block_ids": [list(range(100, 100 + group.end(len(tokens)))) for group in layout.groups],
         "remote_engine_id": "d0",
         "remote_request_id": "r0",
         "remote_host": "127.0.0.1",
@@ -54,7 +55,7 @@ def test_an_edit_cuts_tokens_and_blocks_together() -> None:
 
 @given(st.integers(1, 500), st.integers(0, 600), st.sampled_from([16, 32, 48, 128]))
 def test_blocks_are_always_those_of_the_tokens(count: int, place: int, block_size: int) -> None:
-    layout, held = CacheLayout(block_size), list(range(count))
+    layout, held = CacheLayout((Group(block_size),)), list(range(count))
     prompt = [-1 if index == place else token for index, token in enumerate(held)]
     made = plan(offer(held, layout), [*prompt, 9], layout)
     assert made.block_ids is not None
@@ -142,19 +143,63 @@ def test_too_late_leaves_the_holder_alone() -> None:
     assert made == PullPlan(0, None, Outcome.COLD, "queued_too_long")
 
 
-def test_several_groups_all_or_nothing() -> None:
-    layout, held = CacheLayout(16, groups=2, cuttable=False), list(range(1000))
-    blocks = [list(range(63)), list(range(200, 205))]  # the second group keeps a window
-    params = offer(held, layout, remote_block_ids=blocks)
-    assert plan(params, [*held, 1], layout) == PullPlan(1000, blocks)
-    made = plan(params, [*held[:900], 1], layout)
-    assert made == PullPlan(0, [[], []], Outcome.MISMATCH, "partial_match_of_several_groups")
-    assert plan({**params, "remote_block_ids": [[], []]}, [*held, 1], layout).detail == "block_layout"
+HYBRID = CacheLayout((Group(16), Group(16, window=64)))
 
 
-def test_recurrent_state_is_never_reused() -> None:
-    layout, held = CacheLayout(16, recurrent=True), list(range(200))
-    assert plan(offer(held, layout), [*held, 1], layout).detail == "recurrent_model"
+def test_several_groups_are_cut_each_in_its_way() -> None:
+    held = list(range(1000))
+    blocks = [list(range(1, 64)), list(range(200, 205))]  # the second group keeps a window
+    params = offer(held, HYBRID, remote_block_ids=blocks)
+    assert plan(params, [*held, 1], HYBRID) == PullPlan(1000, [blocks[0], blocks[1]])
+    made = plan(params, [*held[:900], 1], HYBRID)
+    assert made == PullPlan(0, [[], []], Outcome.MISMATCH, "blocks_gone")
+    short = offer(held[:60], HYBRID)  # all of it is within the window
+    assert plan(short, held[:60], HYBRID).tokens == 60
+    assert plan(offer(held[:130], HYBRID), [*held[:70], 5], HYBRID) == PullPlan(
+        64, [list(range(100, 104)), list(range(100, 104))]
+    )
+
+
+@pytest.mark.parametrize("blocks", [[[], []], [list(range(1, 64)), []], [list(range(1, 63)), [1]]])
+def test_blocks_missing_of_one_group(blocks: list[list[int]]) -> None:
+    held = list(range(1000))
+    made = plan(offer(held, HYBRID, remote_block_ids=blocks), [*held, 1], HYBRID)
+    assert (made.tokens, made.outcome) == (0, Outcome.MISMATCH)
+
+
+def test_a_freed_block_in_the_middle_is_never_read() -> None:
+    held = list(range(1000))
+    for group in (0, 1):
+        blocks = [list(range(1, 64)), list(range(200, 205))]
+        blocks[group][2] = 0
+        made = plan(offer(held, HYBRID, remote_block_ids=blocks), [*held, 1], HYBRID)
+        assert made == PullPlan(0, [[], []], Outcome.MISMATCH, "blocks_gone")
+
+
+def test_a_layout_without_reuse_says_why() -> None:
+    layout, held = CacheLayout((Group(16),), refusal="recurrent_model"), list(range(200))
+    made = plan(offer(held, layout), [*held, 1], layout)
+    assert made == PullPlan(0, [[]], Outcome.MISMATCH, "recurrent_model")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"), [({"dcp_size": 2}, "dcp_size"), ({"pp_size": 2}, "pipeline_parallel")]
+)
+def test_ranks_that_cannot_be_read_from(changes: dict[str, Any], reason: str) -> None:
+    made = plan(offer(list(range(200)), **changes), list(range(300)))
+    assert made == PullPlan(0, [[]], Outcome.MISMATCH, reason)
+
+
+def test_ranks_of_context_parallelism_that_are_equal() -> None:
+    layout, held = CacheLayout((Group(32),), dcp_size=2), list(range(200))
+    assert plan(offer(held, layout, dcp_size=2), [*held, 1], layout).tokens == 200
+    assert plan(offer(held, layout, dcp_size=1), [*held, 1], layout).detail == "dcp_size"
+
+
+def test_what_a_drafter_made_of_the_next_token_is_computed_again() -> None:
+    layout, held = CacheLayout((Group(16),), lookahead=3), list(range(200))
+    assert plan(offer(held, layout), [*held, 1], layout) == PullPlan(197, [list(range(100, 113))])
+    assert plan(offer(held[:3], layout), held, layout).detail == "other_tokens"
 
 
 def test_token_ids_beyond_int32_pull_nothing() -> None:

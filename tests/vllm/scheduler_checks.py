@@ -21,7 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvplane.client import events as ev
 from kvplane.client.model import Announcement, ConversationKey, EngineLoad, Registration, RequestId
 from kvplane.connector import scheduler as under_test
-from kvplane.connector.fingerprint import Context, make_chain
+from kvplane.connector.fingerprint import make_chain
 
 BLOCK = 32
 ENVELOPE = {
@@ -154,7 +154,7 @@ def check_a_turn_is_announced_and_nothing_returned() -> None:
     assert sent.key == ConversationKey("t", "m", "c")
     assert (sent.turn, sent.token_count, sent.block_count) == (2, 129, 5)
     assert b'"remote_host":"10.0.0.9"' in sent.kv_transfer_params
-    assert sent.fingerprint.chain == make_chain(Context("tiny", "", "float32"), made.all_token_ids[:129], 64)
+    assert sent.fingerprint.chain == make_chain(s._context, made.all_token_ids[:129], 64)
     sent_meta = meta(s)
     assert "r" in sent_meta.reqs_in_batch  # else the worker would never free a direct turn
     assert "r" in sent_meta.reqs_to_send
@@ -230,11 +230,11 @@ def check_a_prefill_engine_hands_over_as_ever() -> None:
 
 
 def offer(held: list[int]) -> dict[str, Any]:
-    chain = make_chain(Context("tiny", "", "float32"), held, 64)
+    chain = make_chain(scheduler()._context, held, 64)
     return {
         "do_remote_decode": True,
         "do_remote_prefill": False,
-        "remote_block_ids": [list(range(-(-len(held) // BLOCK)))],
+        "remote_block_ids": [list(range(1, 1 + -(-len(held) // BLOCK)))],
         "remote_engine_id": "d",
         "remote_request_id": "x",
         "remote_host": "h",
@@ -249,9 +249,9 @@ def check_an_equal_prefix_is_pulled_once() -> None:
     made = request(offer([*range(150), 9999, *range(151, 200)]), 300)
     for _ in range(3):
         assert s.get_num_new_matched_tokens(made, 0) == (128, True)
-    assert made.kv_transfer_params["remote_block_ids"] == [[0, 1, 2, 3]]
+    assert made.kv_transfer_params["remote_block_ids"] == [[1, 2, 3, 4]]
     allocated(s, made, 128)
-    assert meta(s).reqs_to_recv["r"].remote.block_ids == [[0, 1, 2, 3]]
+    assert meta(s).reqs_to_recv["r"].remote.block_ids == [[1, 2, 3, 4]]
     assert s.get_num_new_matched_tokens(made, 0) == (0, False)  # preempted: vLLM would wait for ever
     allocated(s, made, 0)
     assert "r" not in meta(s).reqs_to_recv

@@ -30,10 +30,12 @@ __all__ = [
     "ConnectorBase",
     "SchedulerBase",
     "call_if_there",
+    "layer_specs",
     "order_leases",
     "quiet_releases",
     "settled_tokens",
     "transfer_groups",
+    "transferred",
     "vllm_version",
 ]
 
@@ -53,6 +55,17 @@ def settled_tokens(request: Any) -> int:
 def transfer_groups(kv_cache_config: Any) -> list[Any]:
     """Return the KV cache groups that take part in a transfer."""
     return list(getattr(kv_cache_config, "transfer_groups", kv_cache_config.kv_cache_groups))
+
+
+def transferred(kv_cache_config: Any, block_ids: Any) -> list[Any]:
+    """Return the block ids of the groups that take part in a transfer, out of those of all groups."""
+    select = getattr(kv_cache_config, "select_transfer_block_ids", None)
+    return list(select(block_ids) if select is not None else block_ids)
+
+
+def layer_specs(spec: Any) -> list[Any]:
+    """Return the KV cache specs that a group's spec stands for: its layers', or itself."""
+    return list(spec.kv_cache_specs.values()) if hasattr(spec, "kv_cache_specs") else [spec]
 
 
 def call_if_there(target: Any, method: str, *args: Any) -> Any:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 from kvplane.client.model import EngineId, EngineProfile, EngineRole, EngineSpec
 from kvplane.connector import compat
 from kvplane.connector.config import ConfigError, ConnectorConfig
 from kvplane.connector.fingerprint import Context, Item
-from kvplane.connector.pull import CacheLayout
+from kvplane.connector.groups import CacheLayout, Group
+from kvplane.connector.settings import digest, kv_settings
 
 BIDIRECTIONAL = "bidirectional_kv_xfer"
 _ROLES = {
@@ -22,12 +29,44 @@ _ROLES = {
 }
 
 
+_REFUSED_KINDS = {
+    "MambaSpec": "recurrent_model",
+    "CircularBufferSpec": "recurrent_model",
+    "CrossAttentionSpec": "cross_attention",
+    "EncoderOnlyAttentionSpec": "cross_attention",
+    "RSWASpec": "reference_window",  # a reply's KV is not what the same tokens in a prompt would have
+}
+
+
+def refuse_push(vllm_config: Any) -> None:
+    """Refuse a configuration that asks for pushed KV, which nobody can read back.
+
+    Raises:
+        ConfigError: it does, by the connector's name or by a setting that only pushing has.
+    """
+    transfer = vllm_config.kv_transfer_config
+    extra = transfer.kv_connector_extra_config or {}
+    asked = [name for name in ("push_registration_timeout",) if name in extra]
+    if str(extra.get("transfer_mode", "pull")) != "pull":
+        asked.append("transfer_mode")
+    if asked:
+        raise ConfigError(
+            f"kv_connector_extra_config: {asked[0]} asks to push KV, which cannot be read back: leave it out"
+        )
+    if "push" in str(transfer.kv_connector).lower():
+        raise ConfigError(
+            f"kv_connector: {transfer.kv_connector}: pushed KV cannot be read back; use KVPlaneConnector"
+        )
+
+
 def turn_on_bidirectional(vllm_config: Any) -> None:
     """Turn on vLLM's bidirectional transfer, which this connector is all about.
 
     Raises:
-        ConfigError: it was turned off, or the connector's name keeps vLLM from setting up DCP.
+        ConfigError: it was turned off, or KV is to be pushed, or the connector's name keeps vLLM from setting
+            up DCP.
     """
+    refuse_push(vllm_config)
     transfer = vllm_config.kv_transfer_config
     extra = transfer.kv_connector_extra_config
     if not extra.setdefault(BIDIRECTIONAL, True):
@@ -71,44 +110,94 @@ def describe_engine(
 
 
 def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
-    """Return how the engine keeps KV."""
-    groups = compat.transfer_groups(kv_cache_config)
-    specs = [group.kv_cache_spec for group in groups]
+    """Return how the engine keeps KV, and why none of it can be reused if so."""
     parallel = vllm_config.parallel_config
+    dcp_size = getattr(parallel, "decode_context_parallel_size", 1)
     # Under context parallelism a block of the scheduler's spans the ranks' blocks.
-    ranks = getattr(parallel, "decode_context_parallel_size", 1) * getattr(
-        parallel, "prefill_context_parallel_size", 1
-    )
-    cuttable = len(specs) == 1 and isinstance(specs[0], FullAttentionSpec)
-    block_size = specs[0].block_size if cuttable else vllm_config.cache_config.block_size
-    all_specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    ranks = dcp_size * getattr(parallel, "prefill_context_parallel_size", 1)
+    groups, refusal = list[Group](), ""
+    for group in compat.transfer_groups(kv_cache_config):
+        spec = group.kv_cache_spec
+        made, why = _group(spec, ranks if getattr(spec, "dcp_sharded", True) else 1)
+        groups.append(made)
+        refusal = refusal or why
+    specs = [
+        spec for group in kv_cache_config.kv_cache_groups for spec in compat.layer_specs(group.kv_cache_spec)
+    ]
+    if any(isinstance(spec, MambaSpec) for spec in specs):
+        refusal = "recurrent_model"
+    if parallel.pipeline_parallel_size > 1:
+        # vLLM reads from a holder's first stage alone, and the holder counts readers by their TP rank alone:
+        # it would free blocks under those of other stages.
+        refusal = refusal or "pipeline_parallel"
     return CacheLayout(
-        block_size=block_size * ranks,
-        groups=len(specs),
-        cuttable=cuttable,
-        recurrent=any(isinstance(spec, MambaSpec) for spec in all_specs)
-        or bool(getattr(kv_cache_config, "has_mamba_layers", False)),
+        groups=tuple(groups),
+        refusal=refusal,
+        lookahead=getattr(vllm_config, "num_prefill_lookahead_tokens", 0),
+        dcp_size=dcp_size,
     )
 
 
-def base_context(vllm_config: Any) -> Context:
+def _group(spec: Any, ranks: int) -> tuple[Group, str]:
+    """Return a KV cache group, and why its KV cannot be reused ("" if it can)."""
+    kinds = [_kind(layer) for layer in compat.layer_specs(spec)]
+    window, chunk, refusal = kinds[0]
+    refusal = next((why for _, _, why in kinds if why), "") or refusal
+    if any((other[0], other[1]) != (window, chunk) for other in kinds):
+        refusal = refusal or "unknown_kv_kind"
+    return Group(spec.block_size * ranks, window, chunk), refusal
+
+
+def _kind(spec: Any) -> tuple[int, int, str]:
+    """Return a layer's sliding window and local attention chunk, 0 for none, and why not to reuse its KV.
+
+    Anything not known here is not reused: what a block of it stands for is anybody's guess.
+    """
+    for kind in type(spec).__mro__:
+        if kind.__name__ in _REFUSED_KINDS:
+            return 0, 0, _REFUSED_KINDS[kind.__name__]
+    if getattr(spec, "non_causal", False):
+        return 0, 0, "non_causal_attention"  # KV of a prefix depends on what follows it
+    if getattr(spec, "prefix_replay_tokens", 0):
+        return 0, 0, "bounded_replay"
+    if isinstance(spec, FullAttentionSpec):
+        return 0, 0, ""
+    if isinstance(spec, SlidingWindowSpec):
+        return spec.sliding_window + getattr(spec, "extra_retained_tokens", 0), 0, ""
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return 0, spec.attention_chunk_size, ""
+    return 0, 0, "unknown_kv_kind"
+
+
+def base_context(vllm_config: Any, kv_cache_config: Any, engine_id: str) -> Context:
     """Return what all of the engine's KV depends on."""
     model = vllm_config.model_config
-    return Context(_model_name(model), getattr(model, "revision", None) or "", _kv_dtype(vllm_config))
+    return Context(
+        _model_name(model),
+        getattr(model, "revision", None) or "",
+        _kv_dtype(vllm_config),
+        settings=digest(kv_settings(vllm_config, kv_cache_config, engine_id)),
+    )
 
 
 def request_context(base: Context, request: Any) -> Context | None:
-    """Return what a request's KV depends on, None if tokens do not say it (prompt embeddings)."""
-    if request.prompt_embeds is not None or request.prompt_token_ids is None:
+    """Return what a request's KV depends on, None if it cannot be named.
+
+    Prompt embeddings, all of a prompt or part of one, have no token ids; an adapter loaded in place of
+    another has its name and its path; pooling models need not attend as a decoder does.
+    """
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        return None
+    if getattr(request, "prompt_is_token_ids", None) is not None or request.pooling_params is not None:
         return None
     lora = request.lora_request
-    return Context(
-        base.model,
-        base.model_revision,
-        base.kv_dtype,
-        lora.lora_name if lora is not None else "",
-        lora.lora_path if lora is not None else "",
-        request.cache_salt or "",
+    if lora is not None and getattr(lora, "load_inplace", False):
+        return None
+    return replace(
+        base,
+        lora_name=lora.lora_name if lora is not None else "",
+        lora_path=lora.lora_path if lora is not None else "",
+        cache_salt=request.cache_salt or "",
     )
 
 

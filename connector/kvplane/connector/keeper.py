@@ -19,6 +19,7 @@ from kvplane.client.model import (
     ReleaseOutcome,
     RequestId,
 )
+from kvplane.connector.chains import ChainCache
 from kvplane.connector.config import ConnectorConfig
 from kvplane.connector.envelope import Envelope
 from kvplane.connector.fingerprint import Context, Item, make_chain
@@ -101,8 +102,10 @@ class Keeper:
         retention: Retention,
         *,
         monotonic: Callable[[], float],
+        chains: ChainCache | None = None,
     ) -> None:
         self._config = config
+        self._chains = chains if chains is not None else ChainCache()
         self._session = session
         self._retention = retention
         self._monotonic = monotonic
@@ -193,7 +196,7 @@ class Keeper:
     def _announcement(self, turn: FinishedTurn) -> Announcement | None:
         assert turn.context is not None
         try:
-            chain = make_chain(turn.context, turn.tokens, self._config.chunk_tokens, turn.items)
+            chain = make_chain(turn.context, turn.tokens, self._config.chunk_tokens, turn.items, self._chains)
         except OverflowError:
             return None
         params = json.dumps(turn.params, separators=(",", ":")).encode()

@@ -63,3 +63,6 @@ class KVPlaneConnector(compat.ConnectorBase):  # type: ignore[misc]  # vLLM is n
 
 # Under this name vLLM also makes its checks for NIXL, which go by name (decode context parallelism).
 NixlConnector = KVPlaneConnector
+
+# Refused when it is made, with a line that says why; vLLM would only say that there is no such class.
+NixlPushConnector = KVPlaneConnector

@@ -7,28 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvplane.connector.envelope import Outcome, read_promise
-from kvplane.connector.fingerprint import Context, Item, matching_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class CacheLayout:
-    """How this engine keeps KV.
-
-    Attributes:
-        block_size: tokens per block.
-        groups: number of KV cache groups that take part in a transfer.
-        cuttable: one full-attention group, where the blocks of a prefix are a prefix of the blocks.
-        recurrent: some layer's state stands for a whole sequence (mamba) and cannot be reused at all.
-    """
-
-    block_size: int
-    groups: int = 1
-    cuttable: bool = True
-    recurrent: bool = False
-
-    def blocks_for(self, tokens: int) -> int:
-        """Return the number of blocks that hold `tokens` tokens."""
-        return -(-tokens // self.block_size)
+from kvplane.connector.fingerprint import Context, Hasher, Item, hash_chunks, matching_tokens
+from kvplane.connector.groups import CacheLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +43,9 @@ def plan_pull(
     tokens: Sequence[int],
     items: Sequence[Item] = (),
     too_late: bool = False,
+    hasher: Hasher = hash_chunks,
 ) -> PullPlan:
-    """Decide what to pull for a prompt. Pure; O(equal prefix).
+    """Decide what to pull for a prompt. O(equal prefix), less what `hasher` remembers.
 
     Args:
         params: the request's kv_transfer_params; nothing in them is trusted.
@@ -73,37 +54,41 @@ def plan_pull(
         tokens: the prompt.
         items: the prompt's multimodal items.
         too_late: the claim may be over before a read would begin.
+        hasher: for the prompt's tokens.
     """
     if not _addressable(params):
         return PullPlan(0, None, Outcome.NO_FINGERPRINT, "malformed_params")
     if too_late:
         return PullPlan(0, None, Outcome.COLD, "queued_too_long")
     blocks, count = params["remote_block_ids"], params.get("remote_num_tokens")
-    nothing: list[list[int]] = [[] for _ in range(layout.groups)]
+    nothing: list[list[int]] = [[] for _ in layout.groups]
     promise = read_promise(params)
     if promise is None or context is None:
         return PullPlan(0, nothing, Outcome.NO_FINGERPRINT, "no_fingerprint")
     if params.get("transfer_mode", "pull") != "pull":
         return PullPlan(0, None, Outcome.MISMATCH, "transfer_mode")
-    if promise.token_count != count or not _fits(blocks, promise.token_count, layout):
+    if layout.refusal:
+        return PullPlan(0, nothing, Outcome.MISMATCH, layout.refusal)
+    if params.get("dcp_size", 1) != layout.dcp_size:
+        return PullPlan(0, nothing, Outcome.MISMATCH, "dcp_size")
+    if params.get("pp_size", 1) != 1:
+        return PullPlan(0, nothing, Outcome.MISMATCH, "pipeline_parallel")
+    if promise.token_count != count or not layout.fits(blocks, promise.token_count):
         return PullPlan(0, nothing, Outcome.MISMATCH, "block_layout")
-    if layout.recurrent:
-        return PullPlan(0, nothing, Outcome.MISMATCH, "recurrent_model")
     fingerprint = promise.fingerprint
     try:
         equal = matching_tokens(
-            fingerprint.chain, promise.token_count, fingerprint.chunk_tokens, context, tokens, items
+            fingerprint.chain, promise.token_count, fingerprint.chunk_tokens, context, tokens, items, hasher
         )
     except OverflowError:
         equal = 0
-    if equal == 0:
+    usable = equal - layout.lookahead
+    if usable <= 0:
         return PullPlan(0, nothing, Outcome.MISMATCH, "other_tokens")
-    if layout.cuttable:
-        keep = layout.blocks_for(equal)
-        return PullPlan(equal, [list(group[:keep]) for group in blocks])
-    if equal < promise.token_count:
-        return PullPlan(0, nothing, Outcome.MISMATCH, "partial_match_of_several_groups")
-    return PullPlan(equal, [list(group) for group in blocks])
+    needed = layout.cut(blocks, promise.token_count, usable)
+    if needed is None:
+        return PullPlan(0, nothing, Outcome.MISMATCH, "blocks_gone")
+    return PullPlan(usable, needed)
 
 
 def _addressable(params: Mapping[str, Any]) -> bool:
@@ -118,19 +103,6 @@ def _addressable(params: Mapping[str, Any]) -> bool:
         return False
     expiry = params.get("remote_blocks_expiry_time")
     return expiry is None or (isinstance(expiry, int | float) and not isinstance(expiry, bool))
-
-
-def _fits(blocks: Any, token_count: int, layout: CacheLayout) -> bool:
-    """Whether the block ids are what `token_count` tokens need. vLLM lines both sides up from the end."""
-    if not isinstance(blocks, list | tuple) or len(blocks) != layout.groups:
-        return False
-    most = layout.blocks_for(token_count)
-    for group in blocks:
-        if not isinstance(group, list | tuple) or not all(_is_int(block, 0, 1 << 40) for block in group):
-            return False
-        if len(group) > most or (layout.cuttable and len(group) != most):
-            return False
-    return any(len(group) for group in blocks)
 
 
 def _is_int(value: Any, low: int, high: int) -> bool:

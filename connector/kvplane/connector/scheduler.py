@@ -15,6 +15,7 @@ from kvplane.client.logs import get_logger, trace
 from kvplane.client.model import EngineRole
 from kvplane.client.sync import EngineSessionThread
 from kvplane.connector import compat
+from kvplane.connector.chains import ChainCache
 from kvplane.connector.config import read_config
 from kvplane.connector.engine import (
     base_context,
@@ -40,7 +41,8 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self._kvplane = read_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._layout = cache_layout(vllm_config, kv_cache_config)
-        self._context = base_context(vllm_config)
+        self._context = base_context(vllm_config, kv_cache_config, engine_id)
+        self._chains = ChainCache()
         self._ledger = PrefillLedger(_clock)
         self._faults: Counter[str] = Counter()
         self._live: set[str] = set()  # requests waiting or running
@@ -62,7 +64,7 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
 
     def _begin(self, total_blocks: int) -> Keeper:
         spec = describe_engine(self.vllm_config, self.engine_id, self._kvplane, total_blocks)
-        self._retains = spec.role is not EngineRole.PREFILL and not self._layout.recurrent
+        self._retains = spec.role is not EngineRole.PREFILL and not self._layout.refusal
         self._session = EngineSessionThread(self._kvplane.address, spec, monotonic=_clock)
         retention = Retention(
             total_blocks,
@@ -70,7 +72,7 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
             floor=self._kvplane.free_block_floor,
             monotonic=_clock,
         )
-        self._keeper = Keeper(self._kvplane, self._session, retention, monotonic=_clock)
+        self._keeper = Keeper(self._kvplane, self._session, retention, monotonic=_clock, chains=self._chains)
         self._session.start()
         _log.info(
             "connector_started",
@@ -78,6 +80,8 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
             role=str(spec.role),
             model=spec.profile.model,
             retains=self._retains,
+            no_reuse=self._layout.refusal,
+            settings=self._context.settings,
             budget_blocks=retention.budget,
             total_blocks=total_blocks,
         )
@@ -180,35 +184,41 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
         return read_envelope(request.kv_transfer_params) if self._retains else None
 
     def _keep(self, request: Any, block_ids: Any, params: dict[str, Any] | None) -> bool:
-        envelope = self._envelope(request)
-        if envelope is None or params is None or self._keeper is None:
+        if params is None or self._keeper is None:
             return False
-        tokens = compat.settled_tokens(request)
-        blocks = [list(group) for group in params["remote_block_ids"]]
-        if self._layout.cuttable:
-            blocks = [group[: self._layout.blocks_for(tokens)] for group in blocks]
-        elif self._layout.blocks_for(tokens) != self._layout.blocks_for(request.num_computed_tokens):
-            self._keeper.counts["not_retained:step_in_flight"] += 1
-            return False
-        params.update(remote_block_ids=blocks, remote_num_tokens=tokens)
-        if self._kvplane.remote_host:
-            params["remote_host"] = self._kvplane.remote_host
         try:
-            return self._keeper.finish(
-                FinishedTurn(
-                    request_id=request.request_id,
-                    envelope=envelope,
-                    context=request_context(self._context, request),
-                    tokens=request.all_token_ids[:tokens],
-                    items=request_items(request),
-                    blocks=[block for group in block_ids for block in group if block],
-                    params=params,
-                    expires_at=self._reqs_need_send[request.request_id],
-                )
-            )
+            turn = self._finished_turn(request, block_ids, params, self._keeper)
+            return turn is not None and self._keeper.finish(turn)
         except Exception as error:
             self._fault("announce", error)
             return False
+
+    def _finished_turn(
+        self, request: Any, block_ids: Any, params: dict[str, Any], keeper: Keeper
+    ) -> FinishedTurn | None:
+        envelope = read_envelope(request.kv_transfer_params)
+        if envelope is None or not self._retains:
+            if envelope is not None and self._layout.refusal:
+                keeper.counts[f"not_retained:{self._layout.refusal}"] += 1
+            return None
+        tokens = compat.settled_tokens(request)
+        blocks = self._layout.kept(compat.transferred(self.kv_cache_config, block_ids), tokens)
+        if blocks is None:
+            keeper.counts["not_retained:blocks_gone"] += 1
+            return None
+        params.update(remote_block_ids=blocks, remote_num_tokens=tokens)
+        if self._kvplane.remote_host:
+            params["remote_host"] = self._kvplane.remote_host
+        return FinishedTurn(
+            request_id=request.request_id,
+            envelope=envelope,
+            context=request_context(self._context, request),
+            tokens=request.all_token_ids[:tokens],
+            items=request_items(request),
+            blocks=[block for group in block_ids for block in group if block],
+            params=params,
+            expires_at=self._reqs_need_send[request.request_id],
+        )
 
     def _look_after(self) -> None:
         keeper = self._keeper or self._begin(self.kv_cache_config.num_blocks - 1)
@@ -278,6 +288,7 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
                 tokens=request.prompt_token_ids or (),
                 items=request_items(request),
                 too_late=too_late,
+                hasher=self._chains,
             )
         except Exception as error:
             self._fault("verify", error)
