@@ -317,6 +317,10 @@ class ControlPlaneClient:
                 gone = event.type == location_pb2.LOCATION_EVENT_TYPE_GONE
                 yield m.LocationEvent(message.revision, gone, convert.location_from_wire(event.location))
 
+    def open_turns(self) -> Any:
+        """Open a Turns stream, for TurnsStream to speak on."""
+        return self._locations.Turns()
+
     async def turns(
         self, batches: AsyncIterator[Sequence[location_pb2.TurnsOperation]]
     ) -> AsyncIterator[Iterable[location_pb2.TurnsResult]]:

@@ -29,6 +29,11 @@ def duration(seconds: float) -> Duration:
     return value
 
 
+def write_duration(wire: Duration, seconds: float) -> None:
+    """Write seconds (to the nanosecond) into a message."""
+    wire.FromNanoseconds(round(seconds * 1e9))
+
+
 def seconds(value: Duration) -> float:
     """Return a Duration as seconds."""
     return value.seconds + value.nanos / 1e9
@@ -39,6 +44,12 @@ def key_to_wire(key: m.ConversationKey) -> common_pb2.ConversationKey:
     return common_pb2.ConversationKey(
         tenant_id=key.tenant_id, model=key.model, adapter=key.adapter, conversation_id=key.conversation_id
     )
+
+
+def write_key(wire: common_pb2.ConversationKey, key: m.ConversationKey) -> None:
+    """Write the key into a message."""
+    wire.tenant_id, wire.model = key.tenant_id, key.model
+    wire.adapter, wire.conversation_id = key.adapter, key.conversation_id
 
 
 def key_from_wire(wire: common_pb2.ConversationKey) -> m.ConversationKey:

@@ -68,6 +68,17 @@ _BY_CODE: dict[grpc.StatusCode, type[ControlPlaneError]] = {
 }
 
 
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def from_status(code: int, message: str, reason: str) -> ControlPlaneError:
+    """Return the exception that a status by number stands for; what it names of ids is in the message."""
+    kind = _BY_REASON.get(reason) or _BY_CODE.get(
+        _CODES.get(code, grpc.StatusCode.UNKNOWN), ControlPlaneError
+    )
+    return kind(message or reason, reason=reason)
+
+
 def from_rpc_error(error: grpc.aio.AioRpcError) -> ControlPlaneError:
     """Return the exception that an RPC's status stands for, with the ids it carries."""
     reason, metadata = "", dict[str, str]()

@@ -16,9 +16,10 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from kvplane.client.client import ControlPlaneClient
+from kvplane.client.turns import TurnsStream
 from kvplane.router import openai
 from kvplane.router.metrics import RouterMetrics
-from kvplane.router.plane import Plane, PlaneClient
+from kvplane.router.plane import Plane, PlaneClient, TurnsClient
 from kvplane.router.pool import Engine, EnginePool
 from kvplane.router.serving import TurnServer
 from kvplane.router.settings import RouterSettings, SettingsError
@@ -56,6 +57,7 @@ class RouterServer:
         self.metrics = RouterMetrics(registry or CollectorRegistry())
         self._plane_client = plane
         self._own_client: ControlPlaneClient | None = None
+        self._own_turns: TurnsStream | None = None
         self._owner = owner or f"router-{uuid.uuid4().hex}"
         self._monotonic = monotonic
         self._plane: Plane | None = None
@@ -107,12 +109,15 @@ class RouterServer:
             probe_interval_s=settings.probe_interval_s,
             monotonic=monotonic,
         )
-        client = self._plane_client
+        client: PlaneClient | None = self._plane_client
+        turns: TurnsClient | None = self._plane_client
         if client is None and settings.plane_address is not None:
             client = self._own_client = ControlPlaneClient(settings.plane_address)
-        if client is not None:
+            turns = self._own_turns = TurnsStream(self._own_client.open_turns)
+        if client is not None and turns is not None:
             self._plane = Plane(
                 client,
+                turns,
                 owner=self._owner,
                 timeout_s=settings.plane_timeout_s,
                 wait_s=settings.turn_wait_s,
@@ -188,6 +193,9 @@ class RouterServer:
         if self._plane is not None:
             await self._plane.aclose()
             self._plane = None
+        if self._own_turns is not None:
+            await self._own_turns.aclose()
+            self._own_turns = None
         if self._own_client is not None:
             await self._own_client.aclose()
             self._own_client = None

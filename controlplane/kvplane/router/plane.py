@@ -28,11 +28,8 @@ _FAILURES_TO_OPEN = 2
 _MIN_HOLD_S, _MAX_HOLD_S = 0.5, 10.0
 
 
-class PlaneClient(Protocol):
-    """What the router uses of kvplane.client.ControlPlaneClient."""
-
-    async def list_engines(self) -> list[Engine]:
-        """See ControlPlaneClient."""
+class TurnsClient(Protocol):
+    """What the router asks for each turn: of kvplane.client's TurnsStream or ControlPlaneClient."""
 
     async def lookup_location(
         self, key: ConversationKey, *, timeout_s: float | None = None
@@ -66,6 +63,13 @@ class PlaneClient(Protocol):
         """See ControlPlaneClient."""
 
 
+class PlaneClient(TurnsClient, Protocol):
+    """What the router uses of kvplane.client.ControlPlaneClient."""
+
+    async def list_engines(self) -> list[Engine]:
+        """See ControlPlaneClient."""
+
+
 class Plane:
     """Wraps a client with deadlines and a circuit breaker; an answer of None means unavailable.
 
@@ -76,6 +80,7 @@ class Plane:
     def __init__(
         self,
         client: PlaneClient,
+        turns: TurnsClient,
         *,
         owner: str,
         timeout_s: float,
@@ -85,6 +90,7 @@ class Plane:
         monotonic: Callable[[], float],
     ) -> None:
         self._client = client
+        self._turns = turns
         self._timeout_s = timeout_s
         self._wait_s = wait_s
         self._poll_interval_s = poll_interval_s
@@ -104,7 +110,7 @@ class Plane:
 
     async def begin_turn(self, key: ConversationKey) -> BegunTurn | None:
         """Number a turn and learn what is known."""
-        call = self._client.begin_turn
+        call = self._turns.begin_turn
         return await self._ask(
             "begin_turn",
             lambda: call(
@@ -115,7 +121,7 @@ class Plane:
     async def lookup(self, key: ConversationKey) -> Location | MissReason | None:
         """Learn what is known without beginning a turn."""
         return await self._ask(
-            "lookup_location", lambda: self._client.lookup_location(key, timeout_s=self._timeout_s)
+            "lookup_location", lambda: self._turns.lookup_location(key, timeout_s=self._timeout_s)
         )
 
     async def claim(
@@ -129,7 +135,7 @@ class Plane:
         claim_id = uuid.uuid4().hex
 
         def call() -> Coroutine[Any, Any, Claim | MissReason]:
-            return self._client.claim_location(
+            return self._turns.claim_location(
                 key,
                 claim_id,
                 self._owner,
@@ -160,7 +166,7 @@ class Plane:
         self._spawn(self._finish(claim.claim_id))
 
     async def _finish(self, claim_id: str) -> None:
-        await self._ask("finish_claim", lambda: self._client.finish_claim(claim_id, self._owner))
+        await self._ask("finish_claim", lambda: self._turns.finish_claim(claim_id, self._owner))
 
     async def _ask(self, call: str, ask: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
         if self._open:
