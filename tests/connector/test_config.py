@@ -64,6 +64,16 @@ def test_addresses(address: str) -> None:
         ({**ADDRESS, "kvplane_retain_fraction": 1.5}, ["kvplane_retain_fraction"]),
         ({**ADDRESS, "kvplane_retain_fraction": "half"}, ["kvplane_retain_fraction"]),
         ({**ADDRESS, "kvplane_free_block_floor": -0.1}, ["kvplane_free_block_floor"]),
+        ({**ADDRESS, "kvplane_ttl_s": "always"}, ["kvplane_ttl_s", "always", "adaptive"]),
+        ({**ADDRESS, "kvplane_ttl_s": 0.5}, ["kvplane_ttl_s", "0.5"]),
+        ({**ADDRESS, "kvplane_ttl_s": True}, ["kvplane_ttl_s"]),
+        ({**ADDRESS, "kvplane_ttl_s": 481}, ["kvplane_ttl_s", "481", "kvplane_max_ttl_s", "480"]),
+        ({**ADDRESS, "kvplane_max_ttl_s": float("nan")}, ["kvplane_max_ttl_s"]),
+        ({**ADDRESS, "kvplane_min_ttl_s": 500}, ["kvplane_min_ttl_s", "kvplane_max_ttl_s"]),
+        ({**ADDRESS, "kvplane_max_ttl_s": 4000}, ["kvplane_max_ttl_s", "kvplane_max_age_s", "3600"]),
+        ({**ADDRESS, "kvplane_max_age_s": float("inf")}, ["kvplane_max_age_s"]),
+        ({**ADDRESS, "decoder_kv_blocks_ttl": 60, "kvplane_ttl_s": 90}, ["kvplane_ttl_s", "60"]),
+        ({**ADDRESS, "decoder_kv_blocks_ttl": "x"}, ["decoder_kv_blocks_ttl"]),
         ({**ADDRESS, "kvplane_remote_host": None}, ["kvplane_remote_host"]),
     ],
 )
@@ -73,3 +83,21 @@ def test_errors_are_one_line_and_name_the_field(extra: dict[str, Any], words: li
     message = str(raised.value)
     assert "\n" not in message
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (None, 480, 20, 3600)),
+        ({"kvplane_ttl_s": "adaptive"}, (None, 480, 20, 3600)),
+        ({"kvplane_ttl_s": 30}, (30, 480, 20, 3600)),
+        ({"kvplane_max_ttl_s": 5}, (None, 5, 5, 3600)),
+        ({"kvplane_max_age_s": 100}, (None, 100, 20, 100)),
+        ({"decoder_kv_blocks_ttl": 60}, (None, 60, 20, 3600)),
+        ({"decoder_kv_blocks_ttl": 60, "kvplane_max_ttl_s": 90}, (None, 90, 20, 3600)),
+        ({"decoder_kv_blocks_ttl": 900}, (None, 480, 20, 3600)),
+    ],
+)
+def test_leases(given: dict[str, Any], expected: tuple[float | None, float, float, float]) -> None:
+    config = read_config({**ADDRESS, **given}, {})
+    assert (config.ttl_s, config.max_ttl_s, config.min_ttl_s, config.max_age_s) == expected

@@ -88,3 +88,24 @@ def test_nothing_that_json_can_say_is_an_error(value: object) -> None:
         read_promise(params)
     read_promise({"kvplane": {"fingerprint": value, "token_count": 1}})
     read_promise({"kvplane": {"fingerprint": {"chunk_tokens": 1, "chain": value}, "token_count": value}})
+
+
+def test_what_helps_to_learn_is_read() -> None:
+    read = read_envelope({"kvplane": {**GOOD, "turn_index": 4, "idle_s": 12, "lease_class": 1023}})
+    assert read is not None
+    assert (read.turn_index, read.idle_s, read.lease_class) == (4, 12.0, 1023)
+    read = read_envelope({"kvplane": {**GOOD, "turn_index": 1, "idle_s": 0.0, "lease_class": 0}})
+    assert read is not None
+    assert (read.turn_index, read.idle_s, read.lease_class) == (1, 0.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("turn_index", value) for value in (0, -1, "1", 1.0, True, None, 2**63)),
+        *(("idle_s", value) for value in (-0.1, "1", True, None, float("nan"), float("inf"), 10**400)),
+        *(("lease_class", value) for value in (-1, 1024, "1", 1.0, True, None)),
+    ],
+)
+def test_what_only_helps_to_learn_is_left_out_where_malformed(name: str, value: object) -> None:
+    assert read_envelope({"kvplane": {**GOOD, name: value}}) == read_envelope({"kvplane": GOOD})

@@ -200,7 +200,178 @@ def test_blocks_shared_with_others_give_no_room(retention: Retention) -> None:
     retention.retain("b", "b", blocks(0))
     retention.retain("c", "c", blocks(10))
     retention.relieve(9)
+    assert retention.take_withdrawals() == ["c"]  # asking "a" back would bring nothing
+    retention.withdrawn("c", claimed=True)
+    retention.relieve(9)
     assert retention.take_withdrawals() == ["a", "b"]
+
+
+class Worths:
+    """Worths by request; remembers how many blocks each was said to hold alone."""
+
+    def __init__(self, retention: Retention, **worths: float) -> None:
+        self.worths = worths
+        self.alone: dict[str, int] = {}
+        self.calls = 0
+        retention.worth = self
+
+    def __call__(self, request_id: str, blocks: int) -> float:
+        self.calls += 1
+        self.alone[request_id] = blocks
+        return self.worths.get(request_id, 100.0)
+
+
+def test_what_is_worth_least_goes_first(retention: Retention) -> None:
+    Worths(retention, r0=5, r1=3, r2=4, r3=9, r4=3)
+    fill(retention)
+    retention.relieve(0, wanted_blocks=40)
+    assert retention.take_withdrawals() == ["r1", "r4", "r2", "r0"]
+
+
+def test_superseded_goes_before_what_is_worth_less(retention: Retention) -> None:
+    Worths(retention, b1=9, b2=9, a1=1)
+    retention.retain("a1", "a", blocks(0))
+    retention.retain("b1", "b", blocks(10))
+    retention.retain("b2", "b", blocks(20))
+    retention.relieve(9)
+    assert retention.take_withdrawals() == ["b1"]
+    retention.relieve(-1)
+    assert retention.take_withdrawals() == ["a1"]
+
+
+def test_worth_counts_blocks_that_would_come_free(retention: Retention) -> None:
+    worths = Worths(retention)
+    retention.retain("a", "a", blocks(0, 10))
+    retention.retain("b", "b", blocks(4, 10))
+    retention.retain("c", "c", blocks(0, 6))
+    retention.retain("d", "d", blocks(20, 5))
+    retention.relieve(10, wanted_blocks=11)
+    assert worths.alone == {"a": 0, "b": 4, "c": 0, "d": 5}
+
+
+def test_a_conversation_with_a_request_here_goes_late(retention: Retention) -> None:
+    Worths(retention, r0=1, r1=2, r2=3, r3=4, r4=5)
+    fill(retention)
+    retention.busy("c0", True)
+    retention.busy("c0", True)
+    retention.busy("c1", True)
+    retention.busy("c0", False)
+    assert retention.is_busy("r0")
+    retention.relieve(0, wanted_blocks=20, spare="c1")
+    assert retention.take_withdrawals() == ["r2", "r3"]
+    retention.relieve(0, wanted_blocks=50, spare="c1")
+    assert retention.take_withdrawals() == ["r4", "r0", "r1"]  # or the request would wait for ever
+    retention.busy("c0", False)
+    assert not retention.is_busy("r0")
+    assert not retention.is_busy("unknown")
+
+
+def test_choosing_looks_at_a_sample_only(time: Time) -> None:
+    retention = Retention(20_000, fraction=1, floor=0, monotonic=time)
+    worths = Worths(retention, **{f"r{number}": float(number) for number in range(2000)})
+    for number in range(2000):
+        retention.retain(f"r{number}", number, [2 * number, 2 * number + 1])
+    retention.busy(5, True)
+    for _ in range(20):
+        retention.relieve(0, wanted_blocks=2 + len(retention.take_withdrawals()))
+        (victim,) = retention.take_withdrawals()
+        retention.withdrawn(victim, claimed=False)
+        retention.freed(victim)
+        assert victim != "r5"
+        assert int(victim[1:]) < 400  # of 64, not the worse four fifths
+    assert worths.calls == 20 * 64
+
+
+def test_if_all_of_a_sample_are_busy_it_looks_further(time: Time) -> None:
+    retention = Retention(20_000, fraction=1, floor=0, monotonic=time)
+    for number in range(1000):
+        retention.retain(f"r{number}", number, [number])
+        if number != 777:
+            retention.busy(number, True)
+    retention.relieve(0, wanted_blocks=1)
+    assert retention.take_withdrawals() == ["r777"]
+
+
+def test_while_a_request_waits_for_blocks_nothing_more_is_retained(retention: Retention) -> None:
+    retention.relieve(4, wanted_blocks=5)
+    assert retention.refusal(blocks(0)) == "request_waits"
+    retention.relieve(5, wanted_blocks=5)
+    assert retention.refusal(blocks(0)) == ""
+    retention.relieve(4)
+    assert retention.refusal(blocks(0)) == ""
+
+
+def test_what_new_requests_take_is_kept_free_ahead(retention: Retention, time: Time) -> None:
+    fill(retention)
+    retention.demand.take(12)
+    retention.demand.take(6)
+    retention.relieve(18)
+    assert retention.take_withdrawals() == []
+    time.now += 1
+    retention.relieve(15)
+    assert retention.take_withdrawals() == ["r0"]
+    time.now += 120
+    retention.withdrawn("r0", claimed=True)
+    retention.relieve(10)
+    assert retention.take_withdrawals() == []
+    retention.demand.take(1000)
+    retention.relieve(25)  # a quarter of the pool is the most
+    assert retention.take_withdrawals() == []
+    retention.relieve(24)
+    assert retention.take_withdrawals() == ["r1"]
+
+
+def test_pressed_for_two_seconds_after_blocks_were_asked_back(retention: Retention, time: Time) -> None:
+    fill(retention)
+    assert not retention.pressed
+    retention.relieve(9)
+    time.now += 1.9
+    assert retention.pressed
+    time.now += 0.1
+    assert not retention.pressed
+    retention.retain("r8", "c8", blocks(80))
+    retention.retain("r9", "c9", blocks(90))
+    assert retention.pressed
+
+
+def test_blocks_come_free_soon_once_agreed(retention: Retention, time: Time) -> None:
+    fill(retention, 1)
+    retention.withdraw("r0")
+    assert not retention.frees_soon
+    retention.withdrawn("r0", claimed=False)
+    assert retention.frees_soon
+    time.now += 1  # for how long a running request may be made to wait for them
+    assert not retention.frees_soon
+    retention.retain("r1", "c1", blocks(0))
+    retention.release("r1")
+    assert retention.frees_soon
+    retention.freed("r0")
+    retention.freed("r1")
+    assert not retention.frees_soon
+
+
+def test_a_late_reader_is_given_time(retention: Retention, time: Time) -> None:
+    retention.retain("a", "a", blocks(0))
+    retention.release("a", linger_s=30)
+    retention.release("a")
+    time.now += 29.9
+    retention.tick(time.now)
+    assert retention.take_frees() == []
+    time.now += 0.3
+    retention.tick(time.now)
+    assert retention.take_frees() == ["a"]
+
+
+def test_a_direct_turns_blocks_are_counted_once(retention: Retention) -> None:
+    retention.retain("a1", "a", blocks(0, 20))
+    retention.busy("a", True)
+    retention.retain("a2", "a", blocks(0, 25))
+    retention.busy("a", False)
+    assert (retention.kept_blocks, retention.held_blocks) == (25, 25)
+    retention.release("a1")
+    assert retention.take_frees() == ["a1"]
+    retention.freed("a1")
+    assert (retention.kept_blocks, retention.held_blocks) == (25, 25)
 
 
 def test_withdraw_and_withdraw_all(retention: Retention) -> None:

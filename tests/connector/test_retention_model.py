@@ -44,6 +44,12 @@ class Fleet(RuleBasedStateMachine):
         self.claims: set[str] = set()  # of those, the ones the plane knows of: not after a new incarnation
         self.quarantined_until = 0.0
         self.asked: list[str] = []
+        self.somebody_waits = False
+        self.here: set[int] = set()  # owners with a request that waits or runs
+        self.owners: dict[str, int] = {}
+        self.latest: dict[int, str] = {}
+        self.worths: dict[str, float] = {}
+        self.retention.worth = self.worth
         self.numbers = 0
 
     @initialize(target=requests)
@@ -60,11 +66,16 @@ class Fleet(RuleBasedStateMachine):
             return request_id
         reason = self.retention.refusal(wanted)
         assert bool(reason) == (
-            not wanted or len(wanted) > self.retention.budget or len(held | wanted) > self.retention.ceiling
+            not wanted
+            or self.somebody_waits
+            or len(wanted) > self.retention.budget
+            or len(held | wanted) > self.retention.ceiling
         )
         if not reason:
-            self.retention.retain(request_id, owner, list(wanted))
             self.blocks[request_id] = wanted
+            self.retention.retain(request_id, owner, list(wanted))
+            self.owners[request_id] = owner
+            self.latest[owner] = request_id
             self.on_record.add(request_id)
         return request_id
 
@@ -83,7 +94,43 @@ class Fleet(RuleBasedStateMachine):
 
     @rule(free=st.integers(0, TOTAL), wanted=st.integers(0, 20))
     def press(self, free: int, wanted: int) -> None:
+        """Blocks are short. Those of conversations with a request here go only if no others are left."""
+        before = self.standing()
         self.retention.relieve(free, wanted_blocks=wanted)
+        self.somebody_waits = wanted > free
+        kept = self.standing()
+        gone = before - kept
+        if any(self.owners[request] in self.here and self.newest(request) for request in gone):
+            assert not any(self.owners[r] not in self.here or not self.newest(r) for r in kept)
+
+    @rule(owner=st.integers(0, 5))
+    def come_or_go(self, owner: int) -> None:
+        """A conversation's request arrives, or ends."""
+        coming = owner not in self.here
+        self.retention.busy(owner, coming)
+        self.here ^= {owner}
+
+    @rule(request=requests, worth=st.floats(0, 10))
+    def learn(self, request: str, worth: float) -> None:
+        self.worths[request] = worth
+
+    def worth(self, request: str, alone: int) -> float:
+        assert alone == len(self.alone(request)), "what would come free"
+        return self.worths.get(request, 1.0)
+
+    def alone(self, request: str) -> set[int]:
+        """Blocks that no other request holds that is to stay or has a reader."""
+        staying = (State.RETAINED, State.CLAIMED)
+        others = [
+            blocks for r, blocks in self.blocks.items() if r != request and self.retention.state(r) in staying
+        ]
+        return self.blocks[request] - set().union(*others)
+
+    def standing(self) -> set[str]:
+        return {r for r in self.blocks if self.retention.state(r) is State.RETAINED}
+
+    def newest(self, request: str) -> bool:
+        return self.latest[self.owners[request]] == request
 
     @rule()
     @precondition(lambda self: self.connected)
@@ -180,6 +227,8 @@ class Fleet(RuleBasedStateMachine):
         assert self.retention.kept_blocks == len(set().union(*staying) if staying else set())
         assert self.retention.kept_blocks <= self.retention.budget
         assert set(self.retention.request_ids()) == set(self.blocks)
+        for request in self.blocks:
+            assert self.retention.is_busy(request) == (self.owners[request] in self.here)
 
     def teardown(self) -> None:
         """Everything asked back is free in the end, and nothing is left behind."""

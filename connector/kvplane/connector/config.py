@@ -15,6 +15,11 @@ PREFIX = "kvplane_"
 ADDRESS_VARIABLE = "KVPLANE_ADDRESS"
 """Environment variable that stands in for `kvplane_address`."""
 
+_ADAPTIVE = "adaptive"
+_MAX_TTL_S, _MIN_TTL_S, _MAX_AGE_S = 480.0, 20.0, 3600.0
+_LONGEST_S = 7 * 86400.0
+_VLLM_TTL = "decoder_kv_blocks_ttl"
+
 
 class ConfigError(ValueError):
     """A setting is missing, unknown or out of range; the message is one line and names it."""
@@ -31,6 +36,10 @@ class ConnectorConfig:
         retain_fraction: largest share of the KV blocks kept for later turns.
         free_block_floor: share of the KV blocks below which kept ones are given back.
         remote_host: address other engines reach this one's NIXL side channel at, "" for vLLM's own.
+        ttl_s: how long a turn is kept for its next one, in seconds; None: learned, turn by turn.
+        max_ttl_s: longest lease a turn is given when it ends.
+        min_ttl_s: shortest learned lease.
+        max_age_s: for how long renewals may keep a turn, from its end.
     """
 
     address: str
@@ -39,6 +48,10 @@ class ConnectorConfig:
     retain_fraction: float = 0.5
     free_block_floor: float = 0.1
     remote_host: str = ""
+    ttl_s: float | None = None
+    max_ttl_s: float = _MAX_TTL_S
+    min_ttl_s: float = _MIN_TTL_S
+    max_age_s: float = _MAX_AGE_S
 
 
 _KEYS = tuple(f"{PREFIX}{name}" for name in ConnectorConfig.__slots__)
@@ -68,6 +81,7 @@ def read_config(
             "kv_connector_extra_config: kvplane_address is missing; set it to the control plane's host:port"
             f" (or set {ADDRESS_VARIABLE})"
         )
+    ttl_s, max_ttl_s, min_ttl_s, max_age_s = _leases(given, extra or {})
     return ConnectorConfig(
         address=_address(address.strip()),
         endpoint=_endpoint(_text(given, "kvplane_endpoint")),
@@ -75,6 +89,10 @@ def read_config(
         retain_fraction=_share(given, "kvplane_retain_fraction", 0.5),
         free_block_floor=_share(given, "kvplane_free_block_floor", 0.1),
         remote_host=_text(given, "kvplane_remote_host").strip("[]"),
+        ttl_s=ttl_s,
+        max_ttl_s=max_ttl_s,
+        min_ttl_s=min_ttl_s,
+        max_age_s=max_age_s,
     )
 
 
@@ -106,6 +124,34 @@ def _chunk_tokens(value: Any) -> int:
     if type(value) is not int or not 1 <= value <= 65536:
         raise ConfigError(f"kvplane_chunk_tokens: {value!r} is not an integer from 1 to 65536")
     return value
+
+
+def _leases(given: Mapping[str, Any], extra: Mapping[str, Any]) -> tuple[float | None, float, float, float]:
+    """Return ttl_s, max_ttl_s, min_ttl_s and max_age_s, which have to fit each other.
+
+    vLLM's own limit for a decode engine's blocks, if it is set, is the longest lease unless ours is set too.
+    """
+    fixed = given.get("kvplane_ttl_s", _ADAPTIVE)
+    ttl_s = None if fixed == _ADAPTIVE else _seconds("kvplane_ttl_s", fixed, f' or "{_ADAPTIVE}"')
+    max_age_s = _seconds("kvplane_max_age_s", given.get("kvplane_max_age_s", _MAX_AGE_S))
+    longest = min(_MAX_TTL_S, max_age_s)
+    if _VLLM_TTL in extra:
+        longest = min(longest, _seconds(_VLLM_TTL, extra[_VLLM_TTL]))
+    max_ttl_s = _seconds("kvplane_max_ttl_s", given.get("kvplane_max_ttl_s", longest))
+    min_ttl_s = _seconds("kvplane_min_ttl_s", given.get("kvplane_min_ttl_s", min(_MIN_TTL_S, max_ttl_s)))
+    if ttl_s is not None and ttl_s > max_ttl_s:
+        raise ConfigError(f"kvplane_ttl_s: {ttl_s:g} is above kvplane_max_ttl_s ({max_ttl_s:g})")
+    if min_ttl_s > max_ttl_s:
+        raise ConfigError(f"kvplane_min_ttl_s: {min_ttl_s:g} is above kvplane_max_ttl_s ({max_ttl_s:g})")
+    if max_ttl_s > max_age_s:
+        raise ConfigError(f"kvplane_max_ttl_s: {max_ttl_s:g} is above kvplane_max_age_s ({max_age_s:g})")
+    return ttl_s, max_ttl_s, min_ttl_s, max_age_s
+
+
+def _seconds(key: str, value: Any, instead: str = "") -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= _LONGEST_S:
+        raise ConfigError(f"{key}: {value!r} is not a number of seconds from 1 to {_LONGEST_S:g}{instead}")
+    return float(value)
 
 
 def _share(given: Mapping[str, Any], key: str, default: float) -> float:

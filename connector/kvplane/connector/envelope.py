@@ -5,6 +5,7 @@ Nothing that arrives here is trusted: whatever is not exactly as agreed counts a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,15 +20,28 @@ _MAX_ID_BYTES = 256
 _MAX_ENDPOINT_BYTES = 2048
 _MAX_CHUNK_TOKENS = 65536
 _MAX_CHAIN_BYTES = 1 << 20
+_LEASE_CLASSES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """Router to decode engine: whose turn this is."""
+    """Router to decode engine: whose turn this is.
+
+    Attributes:
+        key: the conversation.
+        turn: its number on record.
+        endpoint: the engine's HTTP base URL as the router knows it.
+        turn_index: 1 for the conversation's first turn; None if not known.
+        idle_s: seconds since the conversation's last turn ended; None if not known.
+        lease_class: of that last turn; None if not known.
+    """
 
     key: ConversationKey
     turn: int
     endpoint: str = ""
+    turn_index: int | None = None
+    idle_s: float | None = None
+    lease_class: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +65,10 @@ class Outcome(StrEnum):
 
 
 def read_envelope(params: Mapping[str, Any] | None) -> Envelope | None:
-    """Return the envelope of a decode request, or None if there is none or it is malformed."""
+    """Return the envelope of a decode request, or None if there is none or it is malformed.
+
+    Members that only help to learn (turn_index, idle_s, lease_class) are left out where they are malformed.
+    """
     body = _body(params)
     if body is None:
         return None
@@ -62,7 +79,15 @@ def read_envelope(params: Mapping[str, Any] | None) -> Envelope | None:
     if not _is_count(turn) or not isinstance(endpoint, str) or _size(endpoint) > _MAX_ENDPOINT_BYTES:
         return None
     tenant_id, model, conversation_id = map(str, names)
-    return Envelope(ConversationKey(tenant_id, model, conversation_id, str(adapter)), turn, endpoint)
+    turn_index, idle_s, lease_class = body.get("turn_index"), body.get("idle_s"), body.get("lease_class")
+    return Envelope(
+        ConversationKey(tenant_id, model, conversation_id, str(adapter)),
+        turn,
+        endpoint,
+        turn_index=turn_index if _is_count(turn_index) else None,
+        idle_s=float(idle_s) if _is_span(idle_s) else None,
+        lease_class=lease_class if _is_class(lease_class) else None,
+    )
 
 
 def read_promise(params: Mapping[str, Any] | None) -> Promise | None:
@@ -96,6 +121,16 @@ def _is_id(value: object) -> bool:
 
 def _is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 < value < 2**63
+
+
+def _is_span(value: object) -> TypeGuard[int | float]:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 <= value < 2**63 and math.isfinite(value)
+
+
+def _is_class(value: object) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < _LEASE_CLASSES
 
 
 def _size(value: str) -> int:

@@ -13,13 +13,25 @@ is forgotten and whoever was reading is done.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
+from random import Random
+
+from kvplane.connector.demand import Demand
+from kvplane.connector.shares import DistinctBlocks, SoleBlocks
 
 _ASK_AGAIN_MARGIN_S = 5.0
 _TICK_S = 0.25
+_SAMPLE = 64
+_PRESSED_S = 2.0
+_FREES_SOON_S = 1.0
+
+Worth = Callable[[str, int], float]
+"""Value of keeping a request that holds so many blocks alone; what is worth least goes first."""
 
 
 class State(Enum):
@@ -33,49 +45,29 @@ class State(Enum):
 
 @dataclass(slots=True)
 class Entry:
-    """One retained request. `blocks` are distinct; `until` is when a CLAIMED one is looked at again."""
+    """One retained request. `blocks` are distinct; `until` is when a CLAIMED one is looked at again.
+
+    `number` grows with each, `slot` is its place among those to choose victims from, -1 for none.
+    """
 
     request_id: str
     owner: Hashable
     blocks: tuple[int, ...]
+    number: int
     state: State = State.RETAINED
+    slot: int = -1
     until: float = 0.0
     agreed: bool = False
     hold_until: float = 0.0
-
-
-class _DistinctBlocks:
-    """Counts blocks that any of several requests hold, each once: turns share their prefixes."""
-
-    def __init__(self) -> None:
-        self._holders: Counter[int] = Counter()
-
-    def __len__(self) -> int:
-        return len(self._holders)
-
-    def add(self, blocks: Iterable[int]) -> None:
-        self._holders.update(blocks)
-
-    def remove(self, blocks: Iterable[int]) -> int:
-        """Take the blocks off once; returns how many nobody holds any more."""
-        gone = 0
-        for block in blocks:
-            if self._holders[block] == 1:
-                del self._holders[block]
-                gone += 1
-            else:
-                self._holders[block] -= 1
-        return gone
-
-    def new(self, blocks: Iterable[int]) -> int:
-        return sum(block not in self._holders for block in blocks)
 
 
 class Retention:
     """The budget. Belongs to the scheduler thread.
 
     Decisions are left in `take_withdrawals` and `take_frees`, for the caller to carry out. Costs are
-    O(blocks of the request) for a change of state and O(1) for a step without any.
+    O(blocks of the request) for a change of state and O(1) for a step without any. A victim is the one worth
+    least of a sample of 64, so choosing it costs 64 calls of `worth` however many are retained; of up to 64
+    it is the one worth least of all.
 
     Args:
         total_blocks: of the engine's pool.
@@ -84,6 +76,7 @@ class Retention:
         monotonic: the clock of everything here.
         lease_ttl_s: after which the control plane forgets an engine it does not hear of.
         claim_timeout_s: after which a reader is done.
+        worth: of a request; None: the older, the less.
     """
 
     def __init__(
@@ -95,6 +88,7 @@ class Retention:
         monotonic: Callable[[], float],
         lease_ttl_s: float = 10.0,
         claim_timeout_s: float = 30.0,
+        worth: Worth | None = None,
     ) -> None:
         self.budget = int(total_blocks * fraction)
         """Distinct blocks that may stay."""
@@ -105,14 +99,26 @@ class Retention:
         """Distinct blocks that may be held for a moment, with those that are on their way out."""
         self.lease_ttl_s = lease_ttl_s
         self.claim_timeout_s = claim_timeout_s
+        self.worth = worth
+        """May be set before anything is retained."""
+        self.demand = Demand(monotonic)
+        """What new requests take; so much is kept free ahead of need, up to a quarter of the pool."""
+        self._most_demand = total_blocks // 4
         self._monotonic = monotonic
+        self._random = Random(0)
+        self._numbers = itertools.count()
         self._entries: OrderedDict[str, Entry] = OrderedDict()  # oldest first
         self._by_owner: dict[Hashable, str] = {}
         self._superseded: OrderedDict[str, None] = OrderedDict()
         self._leaving: dict[str, Entry] = {}
-        self._held = _DistinctBlocks()  # by any entry
-        self._kept = _DistinctBlocks()  # by entries that are to stay
-        self._staying = _DistinctBlocks()  # by those, and by entries that a reader holds
+        self._choice: list[Entry] = []  # victims to choose from: to stay, and the newest of their owner
+        self._busy: Counter[Hashable] = Counter()
+        self._held = DistinctBlocks()  # by any entry
+        self._kept = DistinctBlocks()  # by entries that are to stay
+        self._staying = SoleBlocks()  # by those, and by entries that a reader holds
+        self._request_waits = False
+        self._pressed_until = -1.0
+        self._frees_by = -1.0
         self._withdrawals: list[str] = []
         self._frees: list[str] = []
         self._next_tick = 0.0
@@ -142,11 +148,36 @@ class Retention:
         entry = self._entries.get(request_id)
         return entry.state if entry is not None else None
 
+    @property
+    def pressed(self) -> bool:
+        """Whether blocks had to be asked back for want of room in the last two seconds."""
+        return self._monotonic() < self._pressed_until
+
+    @property
+    def frees_soon(self) -> bool:
+        """Whether blocks come free within a step or two: they are agreed on, and the worker is told."""
+        return self._monotonic() < self._frees_by and any(
+            entry.state is State.FREEING for entry in self._leaving.values()
+        )
+
+    def busy(self, owner: Hashable, running: bool) -> None:
+        """Note that a request of an owner came or went: while one is here, the owner's entry goes last."""
+        self._busy[owner] += 1 if running else -1
+        if self._busy[owner] <= 0:
+            del self._busy[owner]
+
+    def is_busy(self, request_id: str) -> bool:
+        """Whether a request of the same owner waits or runs."""
+        entry = self._entries.get(request_id)
+        return entry is not None and entry.owner in self._busy
+
     def refusal(self, blocks: Iterable[int]) -> str:
         """Return why these blocks cannot be retained, "" if they can."""
         distinct = set(blocks)
         if not distinct:
             return "no_blocks"
+        if self._request_waits:  # without retention it would have these blocks now
+            return "request_waits"
         if len(distinct) > self.budget:
             return "larger_than_budget"
         if len(self._held) + self._held.new(distinct) > self.ceiling:
@@ -154,24 +185,29 @@ class Retention:
         return ""
 
     def retain(self, request_id: str, owner: Hashable, blocks: Iterable[int]) -> None:
-        """Keep a request's blocks; what no longer fits is withdrawn, the superseded and the oldest first."""
-        entry = Entry(request_id, owner, tuple(set(blocks)))
+        """Keep a request's blocks. What no longer fits is withdrawn: superseded, then worth least."""
+        entry = Entry(request_id, owner, tuple(set(blocks)), next(self._numbers))
         self._entries[request_id] = entry
         self._held.add(entry.blocks)
         self._kept.add(entry.blocks)
-        self._staying.add(entry.blocks)
-        older = self._by_owner.get(owner)
-        if older is not None and older in self._entries:
-            self._superseded[older] = None
+        self._staying.add(entry.number, entry.blocks)
+        older = self._entries.get(self._by_owner.get(owner, ""))
+        if older is not None and older.state is State.RETAINED:
+            self._superseded[older.request_id] = None
+            self._unchoose(older)
         self._by_owner[owner] = request_id
+        entry.slot = len(self._choice)
+        self._choice.append(entry)
         if len(self._kept) > self.budget:
+            self._pressed_until = self._monotonic() + _PRESSED_S
             for victim in self._victims(spare=owner):
                 self._withdraw(victim)
                 if len(self._kept) <= self.budget:
                     break
 
     def relieve(self, free_blocks: int, *, wanted_blocks: int = 0, spare: Hashable = None) -> None:
-        """Withdraw for want of free blocks: below the floor, or for a request that cannot be scheduled.
+        """Withdraw for want of free blocks: below the floor, below what new requests are expected to take,
+        or for a request that cannot be scheduled.
 
         Args:
             free_blocks: in the pool now.
@@ -179,11 +215,14 @@ class Retention:
             spare: owner whose entry goes last: the conversation that waits.
         """
         coming = len(self._held) - len(self._staying)
-        missing = max(self.floor, wanted_blocks) - free_blocks - coming
+        ahead = min(self._most_demand, self.demand.expected())
+        self._request_waits = wanted_blocks > free_blocks
+        missing = max(self.floor, ahead, wanted_blocks) - free_blocks - coming
         if wanted_blocks and coming == 0 and free_blocks < 2 * wanted_blocks + self.floor:
             missing = max(missing, 1)  # our sum is an estimate; the request does wait
         if missing <= 0 or not len(self._kept):
             return
+        self._pressed_until = self._monotonic() + _PRESSED_S
         for victim in self._victims(spare):
             missing -= self._withdraw(victim)
             if missing <= 0:
@@ -216,10 +255,17 @@ class Retention:
         else:
             self._agree(entry)
 
-    def release(self, request_id: str) -> None:
-        """Note that nobody can read a request's blocks any more: an order, a refusal, or never announced."""
+    def release(self, request_id: str, *, linger_s: float = 0.0) -> None:
+        """Note that nobody can read a request's blocks any more: an order, a refusal, or never announced.
+
+        Args:
+            request_id: whose blocks they are.
+            linger_s: for so long a reader that was too late may still be at it.
+        """
         entry = self._entries.get(request_id)
-        if entry is not None and entry.state is not State.FREEING:
+        if entry is not None and entry.state is not State.FREEING and not entry.agreed:
+            if linger_s:
+                entry.hold_until = max(entry.hold_until, self._monotonic() + linger_s)
             self._agree(entry)
 
     def hold(self) -> None:
@@ -236,7 +282,6 @@ class Retention:
         self._leave(entry)
         self._held.remove(entry.blocks)
         self._leaving.pop(request_id, None)
-        self._superseded.pop(request_id, None)
         if self._by_owner.get(entry.owner) == request_id:
             del self._by_owner[entry.owner]
         return True
@@ -272,18 +317,36 @@ class Retention:
         return taken
 
     def _victims(self, spare: Hashable = None) -> Iterator[Entry]:
-        """Yield what may be withdrawn, least valuable first."""
-        for request_id in list(self._superseded):
-            if self._entries[request_id].state is State.RETAINED:
-                yield self._entries[request_id]
-        late = list[Entry]()
-        for entry in list(self._entries.values()):
-            if entry.state is State.RETAINED and entry.request_id not in self._superseded:
-                if spare is not None and entry.owner == spare:
-                    late.append(entry)
-                else:
-                    yield entry
-        yield from late
+        """Yield what may be withdrawn, least valuable first; each must be withdrawn before the next is asked.
+
+        Conversations that have a request here go late: what they hold is used by it, and with `spare` last.
+        """
+        while self._superseded:
+            yield self._entries[next(iter(self._superseded))]
+        while self._choice:
+            yield self._least(spare)
+
+    def _least(self, spare: Hashable) -> Entry:
+        def value(entry: Entry) -> tuple[bool, bool, float, int]:
+            alone = self._staying.alone(entry.number)
+            worth = self.worth(entry.request_id, alone) if self.worth is not None else 0.0
+            is_spared = spare is not None and entry.owner == spare
+            return is_spared, entry.owner in self._busy, worth if alone else math.inf, entry.number
+
+        if len(self._choice) > _SAMPLE:
+            least = min(self._random.sample(self._choice, _SAMPLE), key=value)
+            if least.owner not in self._busy and (spare is None or least.owner != spare):
+                return least
+        return min(self._choice, key=value)
+
+    def _unchoose(self, entry: Entry) -> None:
+        """Take an entry off those to choose from: the last one takes its slot."""
+        if entry.slot >= 0:
+            last = self._choice.pop()
+            if last is not entry:
+                self._choice[entry.slot] = last
+                last.slot = entry.slot
+            entry.slot = -1
 
     def _withdraw(self, entry: Entry) -> int:
         """Ask for an entry's blocks back; returns how many blocks that will give."""
@@ -301,19 +364,22 @@ class Retention:
         else:
             self._move(entry, State.FREEING)
             self._frees.append(entry.request_id)
+            self._frees_by = self._monotonic() + _FREES_SOON_S
 
     def _move(self, entry: Entry, state: State) -> int:
         """Change an entry's state; returns how many blocks nobody stays on any more."""
         gone = self._leave(entry)
         entry.state = state
         if state is State.CLAIMED:
-            self._staying.add(entry.blocks)
+            self._staying.add(entry.number, entry.blocks)
         self._leaving[entry.request_id] = entry
         return gone
 
     def _leave(self, entry: Entry) -> int:
         if entry.state is State.RETAINED:
             self._kept.remove(entry.blocks)
+            self._superseded.pop(entry.request_id, None)
+            self._unchoose(entry)
         if entry.state in (State.RETAINED, State.CLAIMED):
-            return self._staying.remove(entry.blocks)
+            return self._staying.remove(entry.number, entry.blocks)
         return 0
