@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvplane.client.logs import hashed
 from kvplane.client.model import ConversationKey
 from kvplane.router import openai
-from kvplane.router.identity import IdentityError, conversation_id, hashed, tenant_of
+from kvplane.router.identity import IdentityError, conversation_id, tenant_of
 from kvplane.router.learned import Average, Memory, RateBook
 from kvplane.router.policy import Holder, Path, PathMode, Rates, Thresholds, TurnFacts, decide
 from kvplane.router.settings import RouterSettings, SettingsError, engine_url

@@ -7,8 +7,6 @@ the base class are vLLM's. The control plane is an address where nobody listens,
 from __future__ import annotations
 
 import sys
-import traceback
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +18,10 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvplane.client import events as ev
 from kvplane.client.model import Announcement, ConversationKey, EngineLoad, Registration, RequestId
+from kvplane.connector import compat
 from kvplane.connector import scheduler as under_test
 from kvplane.connector.fingerprint import make_chain
+from tests.vllm.runner import run
 
 BLOCK = 32
 ENVELOPE = {
@@ -47,6 +47,8 @@ class Recorder:
         self.freed_requests: list[str] = []
         self.events: list[ev.Event] = []
         self.loads: list[EngineLoad] = []
+        self.dropped = 0
+        self.queues: dict[str, int] = {}
 
     def start(self) -> None:
         pass
@@ -89,7 +91,7 @@ def config(role: str) -> Any:
             data_parallel_index=3,
             data_parallel_rank=3,
         ),
-        cache_config=SimpleNamespace(block_size=BLOCK, cache_dtype="auto"),
+        cache_config=SimpleNamespace(block_size=BLOCK, cache_dtype="auto", mamba_cache_mode="none"),
         model_config=SimpleNamespace(
             model="/models/tiny", revision=None, dtype=torch.float32, served_model_name=["tiny", "t"]
         ),
@@ -104,13 +106,16 @@ def config(role: str) -> Any:
     )
 
 
-def scheduler(role: str = "kv_consumer") -> Any:
+def layout() -> KVCacheConfig:
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.float32)
-    layout = KVCacheConfig(
+    return KVCacheConfig(
         num_blocks=101, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
     )
+
+
+def scheduler(role: str = "kv_consumer") -> Any:
     under_test.EngineSessionThread = Recorder  # type: ignore[attr-defined, assignment]  # replaced, here only
-    made = under_test.KVPlaneConnectorScheduler(config(role), "e_dp3", layout)
+    made = under_test.KVPlaneConnectorScheduler(config(role), "e_dp3", layout())
     made.bind_gpu_block_pool(SimpleNamespace(num_gpu_blocks=101, get_num_free_blocks=lambda: 60))
     return made
 
@@ -339,19 +344,5 @@ def check_a_fault_of_ours_costs_reuse_only() -> None:
     assert s._faults == {"announce": 1, "step": 1}
 
 
-def main() -> int:
-    checks: list[Callable[[], None]] = [f for name, f in globals().items() if name.startswith("check_")]
-    failed = 0
-    for check in checks:
-        try:
-            check()
-        except Exception:
-            failed += 1
-            print(f"FAILED {check.__name__}\n{traceback.format_exc()}")
-        else:
-            print(f"passed {check.__name__}")
-    return 1 if failed or not checks else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(globals(), compat.vllm_version))

@@ -1,4 +1,7 @@
-"""The connector's scheduler half on real vLLM classes, in vLLM's own environment."""
+"""The connector's scheduler half on real vLLM classes, in vLLM's own environment.
+
+KVPLANE_VLLM_VENV says which; the versions that count are in `kvplane.connector.compat.RUN_WITH`.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,13 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.vllm
-def test_scheduler_checks() -> None:
+@pytest.mark.parametrize("checks", ["scheduler_checks", "life_checks"])
+def test_checks(checks: str) -> None:
     venv = Path(os.environ.get("KVPLANE_VLLM_VENV") or ROOT / ".venv-vllm")
     assert (venv / "bin" / "python").exists(), f"no vLLM environment at {venv}: run 'make test'"
-    paths = [str(ROOT / part) for part in ("protos", "store", "controlplane", "connector")]
+    paths = [str(ROOT / part) for part in ("", "protos", "store", "controlplane", "connector")]
     done = subprocess.run(
-        [venv / "bin" / "python", Path(__file__).with_name("scheduler_checks.py")],
+        [venv / "bin" / "python", "-m", f"tests.vllm.{checks}"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "VLLM_LOGGING_LEVEL": "ERROR"},
         capture_output=True,
         text=True,
@@ -25,4 +29,5 @@ def test_scheduler_checks() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
+    assert "checks passed with vLLM" in done.stdout
+    print(done.stdout.splitlines()[-1])

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import traceback
+from hashlib import blake2b
 from pathlib import PurePath
 from typing import Any, Protocol
 
 
 class Logger(Protocol):
     """What kvplane needs of a logger: an event in snake_case and fields."""
+
+    def debug(self, event: str, **fields: Any) -> Any:
+        """Log what a developer may want to know; ask `debugging` before."""
 
     def info(self, event: str, **fields: Any) -> Any:
         """Log what an operator may want to know."""
@@ -25,6 +29,9 @@ class _StandardLogger:
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(name)
 
+    def debug(self, event: str, **fields: Any) -> None:
+        self._log(logging.DEBUG, event, fields)
+
     def info(self, event: str, **fields: Any) -> None:
         self._log(logging.INFO, event, fields)
 
@@ -37,6 +44,23 @@ class _StandardLogger:
     def _log(self, level: int, event: str, fields: dict[str, Any]) -> None:
         text = " ".join([event, *(f"{name}={value}" for name, value in fields.items())])
         self._logger.log(level, "%s", text)
+
+
+def hashed(tenant_id: str, conversation: str) -> str:
+    """Return what stands for a conversation in logs."""
+    digest = blake2b(digest_size=8)
+    digest.update(len(tenant_id).to_bytes(4, "little"))
+    digest.update(tenant_id.encode())
+    digest.update(conversation.encode())
+    return digest.hexdigest()
+
+
+def debugging(name: str) -> bool:
+    """Whether lines at debug level are wanted of logger `name`, or of vLLM (VLLM_LOGGING_LEVEL=DEBUG).
+
+    To be asked first: in an engine nobody configures structlog, and it then prints every level.
+    """
+    return any(logging.getLogger(known).isEnabledFor(logging.DEBUG) for known in (name, "vllm"))
 
 
 def trace(error: BaseException) -> str:

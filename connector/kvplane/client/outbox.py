@@ -162,6 +162,16 @@ class Outbox:
         return bool(self._announce or self._withdraw or self._renew or self._freed)
 
     @property
+    def waiting(self) -> dict[str, int]:
+        """How much of each kind waits to be sent."""
+        return {
+            "announcements": len(self._announce),
+            "withdrawals": len(self._withdraw),
+            "renewals": len(self._renew),
+            "freed": len(self._freed),
+        }
+
+    @property
     def load_due(self) -> bool:
         """Whether the load changed since it was last sent."""
         return self._load_due

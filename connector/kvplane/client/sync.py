@@ -69,6 +69,11 @@ class EngineSessionThread:
         """Announcements dropped unsent so far."""
         return self._outbox.dropped
 
+    @property
+    def queues(self) -> dict[str, int]:
+        """How much waits, by kind: to be sent, and events to be looked at."""
+        return {**self._outbox.waiting, "events": len(self._events)}
+
     def start(self) -> None:
         """Start the thread. Idempotent; does nothing once closed."""
         if self._thread is None and not self._closed:

@@ -10,6 +10,11 @@ try:
 except ImportError as error:
     raise ImportError("kvplane.connector.plugin is loaded by vLLM; vllm is not installed here") from error
 
+from kvplane.connector.internals import VersionError
+
+RUN_WITH = ("0.21.0", "0.28.0", "0.32.0")
+"""Versions of vLLM that kvplane's tests on real engines were run with."""
+
 try:  # since NIXL was split into pull and push
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector as ConnectorBase
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
@@ -22,11 +27,13 @@ except ImportError:
             NixlConnectorScheduler as SchedulerBase,
         )
     except ImportError as error:
-        raise ImportError(
-            f"kvplane needs vLLM >= 0.21 and its NIXL connector; this is vLLM {vllm_version}"
+        raise VersionError(
+            f"vLLM {vllm_version} lacks NIXL's pull connector, which kvplane needs to retain and read KV;"
+            f" run with these versions of vLLM: {', '.join(RUN_WITH)}"
         ) from error
 
 __all__ = [
+    "RUN_WITH",
     "ConnectorBase",
     "SchedulerBase",
     "call_if_there",

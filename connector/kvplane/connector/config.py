@@ -40,6 +40,8 @@ class ConnectorConfig:
         max_ttl_s: longest lease a turn is given when it ends.
         min_ttl_s: shortest learned lease.
         max_age_s: for how long renewals may keep a turn, from its end.
+        metrics_port: of the engine's own /metrics; the rank within data parallelism is added. 0: none.
+        metrics_host: address it listens at.
     """
 
     address: str
@@ -52,6 +54,8 @@ class ConnectorConfig:
     max_ttl_s: float = _MAX_TTL_S
     min_ttl_s: float = _MIN_TTL_S
     max_age_s: float = _MAX_AGE_S
+    metrics_port: int = 0
+    metrics_host: str = "127.0.0.1"
 
 
 _KEYS = tuple(f"{PREFIX}{name}" for name in ConnectorConfig.__slots__)
@@ -93,6 +97,8 @@ def read_config(
         max_ttl_s=max_ttl_s,
         min_ttl_s=min_ttl_s,
         max_age_s=max_age_s,
+        metrics_port=_port(given.get("kvplane_metrics_port", 0)),
+        metrics_host=_text(given, "kvplane_metrics_host").strip("[]") or "127.0.0.1",
     )
 
 
@@ -152,6 +158,12 @@ def _seconds(key: str, value: Any, instead: str = "") -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= _LONGEST_S:
         raise ConfigError(f"{key}: {value!r} is not a number of seconds from 1 to {_LONGEST_S:g}{instead}")
     return float(value)
+
+
+def _port(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= 65535:
+        raise ConfigError(f"kvplane_metrics_port: {value!r} is not a port from 1 to 65535, or 0 for none")
+    return value
 
 
 def _share(given: Mapping[str, Any], key: str, default: float) -> float:

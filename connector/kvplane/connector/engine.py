@@ -138,6 +138,14 @@ def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
     )
 
 
+def bytes_per_block(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Return how many bytes one block of the scheduler's takes, on all ranks together; 0 if not known."""
+    tensors = getattr(kv_cache_config, "kv_cache_tensors", None) or ()
+    parallel = vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    return int(sum(tensor.size for tensor in tensors) // max(1, kv_cache_config.num_blocks) * ranks)
+
+
 def _group(spec: Any, ranks: int) -> tuple[Group, str]:
     """Return a KV cache group, and why its KV cannot be reused ("" if it can)."""
     kinds = [_kind(layer) for layer in compat.layer_specs(spec)]
@@ -169,12 +177,13 @@ def _kind(spec: Any) -> tuple[int, int, str]:
     return 0, 0, "unknown_kv_kind"
 
 
-def base_context(vllm_config: Any, kv_cache_config: Any, engine_id: str) -> Context:
-    """Return what all of the engine's KV depends on."""
+def base_context(vllm_config: Any, kv_cache_config: Any, engine_id: str, weight_version: str = "") -> Context:
+    """Return what all of the engine's KV depends on. `weight_version` is the caller's, "" if it gave none."""
     model = vllm_config.model_config
+    revision = getattr(model, "revision", None) or ""
     return Context(
         _model_name(model),
-        getattr(model, "revision", None) or "",
+        f"{revision}@{weight_version}" if weight_version else revision,
         _kv_dtype(vllm_config),
         settings=digest(kv_settings(vllm_config, kv_cache_config, engine_id)),
     )

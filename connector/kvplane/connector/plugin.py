@@ -12,10 +12,13 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvplane.connector import compat
+from kvplane.connector import compat, needs
 from kvplane.connector.config import read_config
 from kvplane.connector.engine import turn_on_bidirectional
 from kvplane.connector.scheduler import KVPlaneConnectorScheduler
+from kvplane.connector.stats import KVPlanePromMetrics, KVPlaneStats, for_logging
+
+needs.check_internals()
 
 
 class KVPlaneConnector(compat.ConnectorBase):  # type: ignore[misc]  # vLLM is not there when this is checked
@@ -54,6 +57,29 @@ class KVPlaneConnector(compat.ConnectorBase):  # type: ignore[misc]  # vLLM is n
     def reset_cache(self) -> bool | None:
         """See vLLM. False while retained blocks are held: they are on their way out, try again."""
         return self._kvplane.reset_cache() if self._kvplane is not None else None
+
+    def get_kv_connector_stats(self) -> Any:
+        """See vLLM: NIXL's transfers on a worker; on the scheduler's side what is new of ours."""
+        if self._kvplane is None:
+            return KVPlaneStats.of_worker(super().get_kv_connector_stats())
+        snapshot = self._kvplane.stats()
+        return KVPlaneStats.of_scheduler(snapshot) if snapshot is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        """See vLLM: what its log shows of the last seconds."""
+        return for_logging(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> Any:
+        """See vLLM: NIXL's metrics and ours."""
+        return KVPlanePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """See vLLM."""

@@ -8,7 +8,6 @@ on the scheduler's thread and returns at once.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from typing import Any
 
 from kvplane.client.logs import get_logger, trace
@@ -19,16 +18,21 @@ from kvplane.connector.chains import ChainCache
 from kvplane.connector.config import read_config
 from kvplane.connector.engine import (
     base_context,
+    bytes_per_block,
     cache_layout,
     describe_engine,
     request_context,
     request_items,
 )
 from kvplane.connector.envelope import MEMBER, Envelope, Outcome, read_envelope
+from kvplane.connector.instruments import Instruments
 from kvplane.connector.keeper import FinishedTurn, Keeper
+from kvplane.connector.lifecycle import LifeCycle
+from kvplane.connector.metrics import Meter, Snapshot
 from kvplane.connector.prefill import PrefillLedger
 from kvplane.connector.pull import PullPlan, offers_blocks, plan_pull
 from kvplane.connector.retention import Retention
+from kvplane.connector.watch import EngineWatch
 
 _log = get_logger("kvplane.connector")
 _clock = time.perf_counter  # vLLM's clock for deadlines of blocks
@@ -44,7 +48,21 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
         self._context = base_context(vllm_config, kv_cache_config, engine_id)
         self._chains = ChainCache()
         self._ledger = PrefillLedger(_clock)
-        self._faults: Counter[str] = Counter()
+        self._watch = EngineWatch.of_caller()
+        self._life = LifeCycle(
+            self._watch.state,
+            monotonic=_clock,
+            shutdown_timeout_s=getattr(vllm_config, "shutdown_timeout", 0) or 0,
+        )
+        meter = Meter(self._layout.block_size, bytes_per_block(vllm_config, kv_cache_config))
+        self._faults = meter.faults
+        self._sight = Instruments(
+            self._kvplane,
+            engine_id=engine_id,
+            rank=getattr(vllm_config.parallel_config, "data_parallel_index", 0) or 0,
+            meter=meter,
+            monotonic=_clock,
+        )
         self._live: set[str] = set()  # requests waiting or running
         self._admitted: set[str] = set()  # those of them that were given blocks
         self._stale: set[str] = set()  # those of them that began before the cache was reset
@@ -73,6 +91,8 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
             monotonic=_clock,
         )
         self._keeper = Keeper(self._kvplane, self._session, retention, monotonic=_clock, chains=self._chains)
+        self._sight.start(self._keeper, self._session, self._ledger.outcomes)
+        self._watch.tell(self._on_change)
         self._session.start()
         _log.info(
             "connector_started",
@@ -84,6 +104,7 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
             settings=self._context.settings,
             budget_blocks=retention.budget,
             total_blocks=total_blocks,
+            engine_watched=self._watch.found,
         )
         return self._keeper
 
@@ -91,6 +112,7 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
         """End the session, then what is vLLM's."""
         if self._session is not None:
             self._session.close()
+        self._sight.close()
         super().shutdown()
 
     def reset_cache(self) -> bool:
@@ -98,8 +120,27 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
 
         What runs now began on the old cache, perhaps on old weights: it is not retained either.
         """
+        self._sight.meter.resets["asked_by_vllm"] += 1
+        return self._forget()
+
+    def _forget(self) -> bool:
         self._stale |= self._live
         return self._keeper is None or self._keeper.reset()
+
+    def _on_change(self, cause: str) -> None:
+        """Forget everything retained, before what vLLM does about `cause` and tells no connector."""
+        try:
+            self._sight.meter.resets[cause] += 1
+            self._context = base_context(
+                self.vllm_config, self.kv_cache_config, self.engine_id, self._watch.weight_version
+            )
+            self._forget()
+        except Exception as error:
+            self._fault("change", error)
+
+    def stats(self) -> Snapshot | None:
+        """Return what is new for vLLM's statistics, None if nothing is due."""
+        return self._sight.stats(idle=not self._live)
 
     # Both sides
 
@@ -186,12 +227,19 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
     def _keep(self, request: Any, block_ids: Any, params: dict[str, Any] | None) -> bool:
         if params is None or self._keeper is None:
             return False
+        if self._life.refusal:
+            self._keeper.counts[f"not_retained:{self._life.refusal}"] += 1
+            return False
+        turn: FinishedTurn | None = None
+        kept = False
         try:
             turn = self._finished_turn(request, block_ids, params, self._keeper)
-            return turn is not None and self._keeper.finish(turn)
+            kept = turn is not None and self._keeper.finish(turn)
         except Exception as error:
             self._fault("announce", error)
-            return False
+        if turn is not None:
+            self._sight.retained(turn, ttl_s=turn.expires_at - _clock(), kept=kept)
+        return kept
 
     def _finished_turn(
         self, request: Any, block_ids: Any, params: dict[str, Any], keeper: Keeper
@@ -231,7 +279,9 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
                 self._layout.blocks_for(waiting.num_tokens) + 1 - self._waiting_local_tokens // block_size
             )
             spare = self._envelope(waiting)
-        for request_id in keeper.step(free_blocks, wanted_blocks=max(0, wanted), spare=spare):
+        given_up = self._life.step(keeper.retention, live=bool(self._live))
+        freed = keeper.step(free_blocks, wanted_blocks=max(0, wanted), spare=spare)
+        for request_id in (*given_up, *freed):
             self._reqs_need_send[request_id] = _clock()  # due now: the worker lets go of it in this step
         self._report_load(keeper)
 
@@ -259,7 +309,9 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
         if params is None:
             self._ledger.forget(request.request_id)
             return None
-        return {**params, MEMBER: self._ledger.report(request.request_id, request.num_prompt_tokens)}
+        report = self._ledger.report(request.request_id, request.num_prompt_tokens)
+        self._sight.handed_over(report, request.request_id, block_size=self._layout.block_size)
+        return {**params, MEMBER: report}
 
     def _verify(self, request: Any) -> None:
         """Cut what the request is to pull to what is equal; once, and again only if it waited too long."""
@@ -270,6 +322,7 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
             if not offers_blocks(params):
                 return
             plan = self._plan(request, too_late)
+            self._sight.meter.compared(params.get("remote_num_tokens"), plan.tokens, plan.outcome)
         elif too_late and plan.outcome is None:
             plan = PullPlan(0, None, Outcome.COLD, "queued_too_long")
         else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from hashlib import blake2b
 from typing import Any
 
 MAX_ID_BYTES = 256
@@ -74,12 +73,3 @@ def tenant_of(headers: Mapping[str, str], configured: str) -> str:
     """Return whose request this is. The one place to ask: never a field that a client can choose."""
     del headers  # There is one tenant until callers are authenticated.
     return configured
-
-
-def hashed(tenant_id: str, conversation: str) -> str:
-    """Return what stands for a conversation in logs."""
-    digest = blake2b(digest_size=8)
-    digest.update(len(tenant_id).to_bytes(4, "little"))
-    digest.update(tenant_id.encode())
-    digest.update(conversation.encode())
-    return digest.hexdigest()

@@ -11,6 +11,7 @@ import aiohttp
 import structlog
 from aiohttp import web
 
+from kvplane.client.logs import hashed
 from kvplane.client.model import Claim
 from kvplane.router import identity, openai
 from kvplane.router.learned import Memory, RateBook
@@ -85,9 +86,7 @@ class TurnServer:
             log.info(
                 "turn_served",
                 request_id=turn.request_id,
-                conversation=identity.hashed(turn.key.tenant_id, turn.key.conversation_id)
-                if turn.key
-                else None,
+                conversation=hashed(turn.key.tenant_id, turn.key.conversation_id) if turn.key else None,
                 path=str(turn.path),
                 reason=turn.reason,
                 status=int(status),
