@@ -1,4 +1,4 @@
-"""For all tests: a blocking call inside an event loop is an error."""
+"""For all tests: a blocking call inside an event loop is an error; a slow machine is not."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import grpc
 import pytest
 import structlog
 from blockbuster import blockbuster_ctx
+from hypothesis import HealthCheck, settings
 
 from deploy.rig.etcd import EtcdServer
 
@@ -32,3 +33,6 @@ blocking join, in whatever test's event loop that happens to be.
 """
 
 structlog.configure(processors=[structlog.processors.add_log_level, structlog.processors.KeyValueRenderer()])
+
+settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared-machine")
