@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from msgspec import Struct
 from msgspec.structs import replace
 
 from kvplane.controlplane import keys
@@ -14,8 +13,7 @@ from kvplane.controlplane.locations import Locations
 from kvplane.controlplane.mirror import wait_for
 
 
-@dataclass(frozen=True, slots=True)
-class BegunTurn:
+class BegunTurn(Struct, frozen=True, gc=False):
     """A numbered turn and what is known of its conversation."""
 
     turn: int
