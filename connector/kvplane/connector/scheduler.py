@@ -14,23 +14,26 @@ from kvplane.client.logs import get_logger, trace
 from kvplane.client.model import EngineRole
 from kvplane.client.sync import EngineSessionThread
 from kvplane.connector import compat
+from kvplane.connector.asking import Asker
 from kvplane.connector.chains import ChainCache
 from kvplane.connector.config import read_config
 from kvplane.connector.engine import (
     base_context,
     bytes_per_block,
     cache_layout,
+    conversation_key,
     describe_engine,
     request_context,
     request_items,
 )
 from kvplane.connector.envelope import MEMBER, Envelope, Outcome, read_envelope
+from kvplane.connector.inquiry import Question
 from kvplane.connector.instruments import Instruments
 from kvplane.connector.keeper import FinishedTurn, Keeper
 from kvplane.connector.lifecycle import LifeCycle
 from kvplane.connector.metrics import Meter, Snapshot
-from kvplane.connector.prefill import PrefillLedger
 from kvplane.connector.pull import PullPlan, offers_blocks, plan_pull
+from kvplane.connector.reader import Reader
 from kvplane.connector.retention import Retention
 from kvplane.connector.watch import EngineWatch
 
@@ -47,7 +50,9 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
         self._layout = cache_layout(vllm_config, kv_cache_config)
         self._context = base_context(vllm_config, kv_cache_config, engine_id)
         self._chains = ChainCache()
-        self._ledger = PrefillLedger(_clock)
+        self._reader = Reader(_clock)
+        self._ledger = self._reader.ledger
+        self._model = ""
         self._watch = EngineWatch.of_caller()
         self._life = LifeCycle(
             self._watch.state,
@@ -91,6 +96,16 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
             monotonic=_clock,
         )
         self._keeper = Keeper(self._kvplane, self._session, retention, monotonic=_clock, chains=self._chains)
+        self._model = spec.served_models[0]
+        if spec.role is not EngineRole.DECODE and self._kvplane.ask_timeout_s > 0:
+            self._reader.asker = Asker(
+                self._session,
+                engine_id=self.engine_id,
+                layout=self._layout,
+                chunk_tokens=self._kvplane.chunk_tokens,
+                timeout_s=self._kvplane.ask_timeout_s,
+                monotonic=_clock,
+            )
         self._sight.start(self._keeper, self._session, self._ledger.outcomes)
         self._watch.tell(self._on_change)
         self._session.start()
@@ -174,7 +189,7 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
         if _is_prefill(request):
             reading = self._reqs_need_recv.get(request_id)
             into = {block for group in reading[1] for block in group} if reading is not None else set()
-            self._ledger.allocated(request_id, num_external_tokens, into)
+            self._reader.allocated(request_id, num_external_tokens, into)
         elif self._envelope(request) is not None:
             # Without do_remote_prefill (a direct turn) vLLM's worker would never hear of the request, and
             # then ignore its deadline, its release and its read: its blocks would stay for good.
@@ -201,12 +216,11 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
     def update_connector_output(self, connector_output: Any) -> None:
         """See vLLM; notes which reads ended and which retained blocks are free again."""
         compat.call_if_there(super(), "update_connector_output", connector_output)
-        if connector_output.finished_recving:
-            self._ledger.received(
-                connector_output.finished_recving,
-                getattr(connector_output, "failed_recving", None) or frozenset(),
-                connector_output.invalid_block_ids or frozenset(),
-            )
+        done = connector_output.finished_recving or frozenset()
+        failed = getattr(connector_output, "failed_recving", None) or frozenset()
+        invalid = connector_output.invalid_block_ids or frozenset()
+        if done or failed or invalid:
+            self._reader.received(done, failed, invalid)
         if connector_output.finished_sending and self._keeper is not None:
             self._keeper.freed(connector_output.finished_sending)
             self._report_load(self._keeper)
@@ -298,6 +312,9 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
         request_id, params = request.request_id, request.kv_transfer_params
         self._ledger.arrive(request_id)
         matched: tuple[int | None, bool] = 0, False
+        if not self._settled(request, local_tokens):
+            self._waiting = None  # not for blocks
+            return None, False
         if self._ledger.may_pull(request_id):
             self._verify(request)
             if not (self.use_host_buffer and params.get("remote_block_ids")):
@@ -307,11 +324,47 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
 
     def _with_report(self, request: Any, params: dict[str, Any] | None) -> dict[str, Any] | None:
         if params is None:
-            self._ledger.forget(request.request_id)
+            self._reader.forget(request.request_id)
             return None
-        report = self._ledger.report(request.request_id, request.num_prompt_tokens)
+        report = self._reader.report(request.request_id, request.num_prompt_tokens)
         self._sight.handed_over(report, request.request_id, block_size=self._layout.block_size)
         return {**params, MEMBER: report}
+
+    def _settled(self, request: Any, local_tokens: int) -> bool:
+        """Whether it is known what the request may pull; see Reader."""
+        request_id, params = request.request_id, request.kv_transfer_params
+        known = self._ledger.plan(request_id)
+        try:
+            settled = self._reader.settle(request_id, params, lambda: self._question(request, local_tokens))
+            plan = self._ledger.plan(request_id)
+            if plan is not None and plan is not known:
+                offered = self._reader.offered_tokens(request_id)
+                self._sight.meter.compared(offered, plan.tokens, plan.outcome)
+            return settled
+        except Exception as error:
+            self._fault("ask", error)
+            return True
+
+    def _question(self, request: Any, local_tokens: int) -> Question | None:
+        """Return what to ask about a request; None if its KV cannot be named, or not be kept either."""
+        try:
+            context = request_context(self._context, request)
+            key = conversation_key(self._kvplane.tenant_id, self._model, request)
+            if context is None or key is None or self._layout.refusal:
+                return None
+            unreadable = self.use_host_buffer or getattr(request, "skip_reading_prefix_cache", False)
+            return Question(
+                key,
+                context,
+                tokens=request.prompt_token_ids,
+                items=request_items(request),
+                local_tokens=local_tokens,
+                least_tokens=0 if unreadable else max(1, self.kv_recompute_threshold),
+                avoided=self._reader.breaker.held(),
+            )
+        except Exception as error:
+            self._fault("ask", error)
+            return None
 
     def _verify(self, request: Any) -> None:
         """Cut what the request is to pull to what is equal; once, and again only if it waited too long."""
@@ -321,10 +374,13 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
         if plan is None:
             if not offers_blocks(params):
                 return
-            plan = self._plan(request, too_late)
+            plan = self._reader.admitted(
+                request_id, self._plan(request, too_late), params.get("remote_engine_id")
+            )
             self._sight.meter.compared(params.get("remote_num_tokens"), plan.tokens, plan.outcome)
         elif too_late and plan.outcome is None:
             plan = PullPlan(0, None, Outcome.COLD, "queued_too_long")
+            self._reader.dropped(request_id)
         else:
             return
         self._ledger.planned(request_id, plan)
