@@ -16,6 +16,9 @@ from kvplane.client.model import ConversationKey, Fingerprint
 MEMBER = "kvplane"
 """Name of the member of kv_transfer_params."""
 
+SETTINGS = "kvplane_settings"
+"""Name of the member of kv_transfer_params that says what settings a holder's KV was made with (a digest)."""
+
 _MAX_ID_BYTES = 256
 _MAX_ENDPOINT_BYTES = 2048
 _MAX_CHUNK_TOKENS = 65536

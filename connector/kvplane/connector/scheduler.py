@@ -26,7 +26,7 @@ from kvplane.connector.engine import (
     request_context,
     request_items,
 )
-from kvplane.connector.envelope import MEMBER, Envelope, Outcome, read_envelope
+from kvplane.connector.envelope import MEMBER, SETTINGS, Envelope, Outcome, read_envelope
 from kvplane.connector.inquiry import Question
 from kvplane.connector.instruments import Instruments
 from kvplane.connector.keeper import FinishedTurn, Keeper
@@ -269,6 +269,7 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
             keeper.counts["not_retained:blocks_gone"] += 1
             return None
         params.update(remote_block_ids=blocks, remote_num_tokens=tokens)
+        params[SETTINGS] = self._context.settings
         if self._kvplane.remote_host:
             params["remote_host"] = self._kvplane.remote_host
         return FinishedTurn(
