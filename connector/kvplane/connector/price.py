@@ -2,9 +2,9 @@
 
 A `Curve` says for one class of turns what a lease of T seconds brings (the share of conversations back within
 T) and costs (seconds held on average, until the return or T). For a price, the lease is the T with the most
-of one less price times the other. `Savings` and `Load` keep, for a row of prices at once, what they would have
-brought and held lately: so is found the highest that still brings enough, or the lowest that holds little
-enough.
+of one less price times the other. `Savings` and `Load` keep, for a row of prices at once, what they would
+have brought and held lately: so is found the highest that still brings enough, or the lowest that holds
+little enough.
 
 Prices are chances of a return per second: the least that a full block's tokens have to have, at any moment,
 to be held on for. A conversation whose blocks hold fewer tokens each pays more in proportion.
