@@ -143,7 +143,7 @@ class Savings:
             if shares[index - 1] >= share:
                 # Between two prices, by ratio.
                 part = (shares[index - 1] - share) / (shares[index - 1] - shares[index])
-                return PRICES[index - 1] * _STEP**part
+                return PRICES[index - 1] * math.pow(_STEP, part)
         return LOWEST
 
     def shares(self) -> list[float]:
@@ -189,7 +189,7 @@ class Load:
                 if not index:
                     return LOWEST
                 before = self._blocks[index - 1]
-                return PRICES[index - 1] * _STEP ** ((before - budget) / (before - blocks))
+                return PRICES[index - 1] * math.pow(_STEP, (before - budget) / (before - blocks))
         return PRICES[-1]
 
 
