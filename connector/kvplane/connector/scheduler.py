@@ -30,6 +30,7 @@ from kvplane.connector.envelope import MEMBER, SETTINGS, Envelope, Outcome, read
 from kvplane.connector.inquiry import Question
 from kvplane.connector.instruments import Instruments
 from kvplane.connector.keeper import FinishedTurn, Keeper
+from kvplane.connector.leases import Terms
 from kvplane.connector.lifecycle import LifeCycle
 from kvplane.connector.metrics import Meter, Snapshot
 from kvplane.connector.pull import PullPlan, offers_blocks, plan_pull
@@ -95,7 +96,14 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
             floor=self._kvplane.free_block_floor,
             monotonic=_clock,
         )
-        self._keeper = Keeper(self._kvplane, self._session, retention, monotonic=_clock, chains=self._chains)
+        self._keeper = Keeper(
+            self._kvplane,
+            self._session,
+            retention,
+            monotonic=_clock,
+            block_tokens=self._layout.block_size,
+            chains=self._chains,
+        )
         self._model = spec.served_models[0]
         if spec.role is not EngineRole.DECODE and self._kvplane.ask_timeout_s > 0:
             self._reader.asker = Asker(
@@ -176,6 +184,9 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
         if _is_prefill(request):
             matched = self._match_for_prefill(request, num_computed_tokens)
         else:
+            envelope = self._envelope(request)
+            if envelope is not None and self._keeper is not None:
+                self._keeper.arrive(request.request_id, envelope)
             matched = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return matched
 
@@ -185,6 +196,8 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
         request_id = request.request_id
         self._admitted.add(request_id)
         if self._waiting is request:
+            if self._keeper is not None:
+                self._keeper.admitted(self._wanted_blocks(request))
             self._waiting = None
         if _is_prefill(request):
             reading = self._reqs_need_recv.get(request_id)
@@ -200,6 +213,7 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
         self._live.discard(request.request_id)
         self._admitted.discard(request.request_id)
         if self._keeper is not None:
+            self._keeper.leave(request.request_id)
             self._report_load(self._keeper)  # there may be no step for a long time
         delay: bool
         delay, params = super().request_finished(request, block_ids)
@@ -225,6 +239,18 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
             self._keeper.freed(connector_output.finished_sending)
             self._report_load(self._keeper)
 
+    def step_done(self) -> None:
+        """Note that the outcome of a step is dealt with; what it freed came in `update_connector_output`."""
+        try:
+            if self._keeper is not None:
+                self._keeper.step_done()
+        except Exception as error:
+            self._fault("step_done", error)
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks come free in the next steps, so that no running request need be preempted."""
+        return self._keeper is not None and self._keeper.retention.frees_soon
+
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """See vLLM; also the step in which retained blocks are looked after."""
         try:
@@ -245,15 +271,18 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
             self._keeper.counts[f"not_retained:{self._life.refusal}"] += 1
             return False
         turn: FinishedTurn | None = None
-        kept = False
+        terms: Terms | None = None
         try:
             turn = self._finished_turn(request, block_ids, params, self._keeper)
-            kept = turn is not None and self._keeper.finish(turn)
+            terms = self._keeper.finish(turn) if turn is not None else None
         except Exception as error:
             self._fault("announce", error)
+        if terms is not None:
+            self._reqs_need_send[request.request_id] = terms.blocks
         if turn is not None:
-            self._sight.retained(turn, ttl_s=turn.expires_at - _clock(), kept=kept)
-        return kept
+            ttl_s = terms.idle - _clock() if terms is not None else 0.0
+            self._sight.retained(turn, ttl_s=ttl_s, kept=terms is not None)
+        return terms is not None
 
     def _finished_turn(
         self, request: Any, block_ids: Any, params: dict[str, Any], keeper: Keeper
@@ -280,7 +309,8 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
             items=request_items(request),
             blocks=[block for group in block_ids for block in group if block],
             params=params,
-            expires_at=self._reqs_need_send[request.request_id],
+            prompt_tokens=request.num_prompt_tokens,
+            finish="length" if request.status.name == "FINISHED_LENGTH_CAPPED" else "stop",
         )
 
     def _look_after(self) -> None:
@@ -289,16 +319,17 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
         waiting, self._waiting = self._waiting, None
         wanted, spare = 0, None
         if waiting is not None:
-            block_size = self._layout.block_size
-            wanted = (
-                self._layout.blocks_for(waiting.num_tokens) + 1 - self._waiting_local_tokens // block_size
-            )
-            spare = self._envelope(waiting)
+            wanted, spare = self._wanted_blocks(waiting), self._envelope(waiting)
         given_up = self._life.step(keeper.retention, live=bool(self._live))
-        freed = keeper.step(free_blocks, wanted_blocks=max(0, wanted), spare=spare)
-        for request_id in (*given_up, *freed):
-            self._reqs_need_send[request_id] = _clock()  # due now: the worker lets go of it in this step
+        # The worker takes them over in this step; what is due now it lets go of.
+        self._reqs_need_send.update(keeper.step(free_blocks, wanted_blocks=wanted, spare=spare))
+        self._reqs_need_send.update(dict.fromkeys(given_up, _clock()))
         self._report_load(keeper)
+
+    def _wanted_blocks(self, request: Any) -> int:
+        """Return about how many free blocks a request takes that was just asked about."""
+        local_blocks = self._waiting_local_tokens // self._layout.block_size
+        return max(0, self._layout.blocks_for(request.num_tokens) + 1 - local_blocks)
 
     def _report_load(self, keeper: Keeper) -> None:
         keeper.report_load(
