@@ -42,17 +42,21 @@ def announcement(
     conversation: m.ConversationKey | None = None,
     ttl_s: float = 400.0,
     reannounced: bool = False,
+    lease_class: int = 0,
+    token_count: int = 100,
+    fingerprint: m.Fingerprint | None = None,
 ) -> m.Announcement:
     return m.Announcement(
         key=conversation or key(),
         request_id=request_id,
         turn=turn,
-        token_count=100,
+        token_count=token_count,
         block_count=4,
         kv_transfer_params=PARAMS,
-        fingerprint=m.Fingerprint(64, b"0123456789abcdef"),
+        fingerprint=fingerprint or m.Fingerprint(64, b"0123456789abcdef"),
         ttl_s=ttl_s,
         reannounced=reannounced,
+        lease_class=lease_class,
     )
 
 

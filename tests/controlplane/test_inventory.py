@@ -176,6 +176,7 @@ async def test_a_lower_epoch_than_the_engines_is_found(filled: Rig) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in kinds.ALL if kind.leased], ids=lambda kind: str(kind.name))
 async def test_what_should_end_by_itself_and_does_not_is_found(filled: Rig, kind: kinds.Kind) -> None:
+    await filled.plane.turns.begin(key(""), "prompt", 0.0, m.Fingerprint(64, b"x" * 8))
     store = await copy_of(filled)
     page = await store.scan(kind.prefix)
     item = page.items[0] if page.items else None

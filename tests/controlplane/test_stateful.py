@@ -184,6 +184,36 @@ class History(RuleBasedStateMachine):
         if outcome is m.ReleaseOutcome.RELEASED:
             self.end_turn(self.blocks[request_id].conversation, self.blocks[request_id].turn)
 
+    @rule(conversation=CONVERSATIONS, ttl_s=st.sampled_from([1.0, 60.0, 10_000.0]), turn=st.none() | turns)
+    def touch(self, conversation: str, ttl_s: float, turn: tuple[str, int] | None) -> None:
+        """A wish moves no deadline, and is for no longer than a record may live."""
+        before = self.rig.plane.locations.lookup(key(conversation))
+        touched = self.run(self.rig.touch(ttl_s, key(conversation), turn[1] if turn else 0))
+        if touched.remaining_ms is not None:
+            assert touched.noted
+            assert 0 < touched.remaining_ms <= 480_000
+            assert self.newest[conversation] > self.over.get(conversation, 0), "kept from beyond"
+        after = self.rig.plane.locations.lookup(key(conversation))
+        if isinstance(after, m.Found):
+            assert after.location.wanted_until_ms <= self.rig.clock.now_ms() + 480_000
+            if isinstance(before, m.Found) and not self.is_behind():
+                assert after.location.deadline_ms == before.location.deadline_ms
+
+    @rule(engine_id=ENGINES, ttl_s=st.sampled_from([5.0, 60.0, 400.0]), data=st.data())
+    def renew(self, engine_id: str, ttl_s: float, data: Any) -> None:
+        """The engine keeps blocks for longer, or shorter, and says so."""
+        mine = self.held(engine_id)
+        if mine:
+            request_id = data.draw(st.sampled_from(mine))
+            holder = m.Holder(engine_id, self.engines[engine_id].engine_epoch, request_id)
+            blocks = self.blocks[request_id]
+            granted_s = self.run(self.rig.plane.locations.renew(holder, ttl_s))
+            if granted_s is not None:
+                assert not blocks.may_free, "renewed what may be gone"
+                assert blocks.ttl_ends > self.now, "revived"
+                assert blocks.turn > self.over.get(blocks.conversation, 0), "renewed under a reader"
+                blocks.ttl_ends = self.now + granted_s
+
     @rule(engine_id=ENGINES, data=st.data())
     def read(self, engine_id: str, data: Any) -> None:
         """A reader reads: the engine frees, and reports it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 import structlog
@@ -33,7 +34,9 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 _MAX_ORDERS = 1024
-"""Orders in one message."""
+"""Orders of a kind in one message."""
+_SMALL_MS = 1000
+"""What a location lacks of the life that is wanted of it, and its engine is not asked for."""
 _MAX_UNREAD = 64
 """Acknowledgements that may wait for the engine to read them."""
 _STOP_S = 5.0
@@ -55,6 +58,7 @@ class Attachments:
         self._telling: set[asyncio.Task[None]] = set()
         self._closing = False
         ledger.mirror.listen(keys.ORDERS, self._on_order)
+        ledger.mirror.listen(keys.LOCATIONS, self._on_location)
         ledger.mirror.listen(keys.ENGINES, self._on_engine)
 
     @property
@@ -97,6 +101,7 @@ class Attachments:
                 older.end(SupersededStreamError(engine_id))
             conversation.start_reading(first, requests)
             await conversation.send_waiting_orders()
+            await conversation.send_due_renewals()
             while (answer := await conversation.answers.get()) is not None:
                 if isinstance(answer, Exception):
                     raise answer
@@ -132,6 +137,24 @@ class Attachments:
             conversation = self._open.get((holder.engine_id, holder.engine_epoch))
             if conversation is not None:
                 conversation.send([records.load_order(holder, event.current.value)])
+
+    def _on_location(self, event: Event) -> None:
+        """Have a location's life prolonged when more is wanted of it than before.
+
+        Not when its engine has made less of it than is wanted: it had its reasons.
+        """
+        if event.current is None or not self._open:
+            return
+        location = records.glance(event.current.value)
+        if not _is_short(location):
+            return
+        before = None if event.previous is None else understood(event.previous, records.glance)
+        known_ms = before.wanted_until_ms if before is not None and before.holder == location.holder else 0
+        if location.wanted_until_ms <= known_ms:
+            return
+        conversation = self._open.get((location.holder.engine_id, location.holder.engine_epoch))
+        if conversation is not None:
+            conversation.want({location.holder.request_id: location.wanted_until_ms})
 
     def _on_engine(self, event: Event) -> None:
         if event.previous is not None:
@@ -172,9 +195,8 @@ class Attachments:
         if request.freed:
             await self._each([self._freed(at, wire) for wire in request.freed])
         if request.announcements:
-            results = answer.announcements
-            await self._each(
-                [self._announce(at, stream, wire, delay_s, results.add()) for wire in request.announcements]
+            answer.announcements.extend(
+                await self._each([self._announce(at, stream, w, delay_s) for w in request.announcements])
             )
         if request.withdrawals:
             answer.withdrawals.extend(
@@ -208,13 +230,8 @@ class Attachments:
         return convert.renewed_out(request_id, granted_s)
 
     async def _announce(
-        self,
-        at: tuple[str, int],
-        stream: int,
-        wire: common_pb2.Announcement,
-        delay_s: float,
-        answer: common_pb2.AnnouncementResult,
-    ) -> None:
+        self, at: tuple[str, int], stream: int, wire: common_pb2.Announcement, delay_s: float
+    ) -> common_pb2.AnnouncementResult:
         engine_id, engine_epoch = at
         try:
             validate.announcement(wire, engine_id, "announcements")
@@ -223,7 +240,7 @@ class Attachments:
         except (InvalidFieldError, EngineDrainingError, InvalidStoreRequestError) as error:
             log.warning("announcement_refused", engine_id=engine_id, cause=str(error))
             result = m.Announced(m.AnnounceOutcome.REFUSED, detail=str(error))
-        convert.write_announced(answer, wire.request_id, result)
+        return convert.announced_out(wire.request_id, result)
 
     async def waiting_orders(self, engine_id: str, engine_epoch: int) -> list[m.Order]:
         """Return the orders that wait for an incarnation."""
@@ -233,6 +250,29 @@ class Attachments:
             if order is not None:
                 orders.append(order)
         return orders
+
+    async def due_renewals(self, engine_id: str, engine_epoch: int) -> dict[str, int]:
+        """Return until when those of an incarnation's requests are wanted that would not live as long."""
+        due, number = dict[str, int](), 0
+        async for item in self._ledger.scan(keys.incarnation_holdings(engine_id, engine_epoch)):
+            number += 1
+            if not number % eager.SLICE:
+                await asyncio.sleep(0)  # what never waits would hold up all others
+            location_key, _ = understood(item, records.load_holding) or (b"", "")
+            stored = self._ledger.mirror.get(location_key) if location_key else None
+            location = None if stored is None else understood(stored, records.glance)
+            if location is not None and keys.holding(location.holder) == item.key and _is_short(location):
+                due[location.holder.request_id] = location.wanted_until_ms
+        return due
+
+    def now_ms(self) -> int:
+        """Return the time by which deadlines are."""
+        return self._ledger.clock.now_ms()
+
+
+def _is_short(location: records.Glance) -> bool:
+    """Tell whether a location will not live for as long as it is wanted."""
+    return location.wanted_until_ms - location.deadline_ms > _SMALL_MS
 
 
 class _Conversation:
@@ -244,6 +284,7 @@ class _Conversation:
         self._stream = stream
         self._draining = draining
         self._orders: list[m.Order] = []
+        self._wanted: dict[str, int] = {}  # until when, by request
         self._room = asyncio.Semaphore(_MAX_UNREAD)
         self._stopped = False
         self._reading: asyncio.Task[None] | None = None
@@ -302,9 +343,25 @@ class _Conversation:
 
     def send(self, orders: list[m.Order]) -> None:
         """Pass orders on to the engine: with its next answer, all that have come together by then."""
-        if not self._orders and orders:
+        if orders:
+            self._have_answered()
+            self._orders.extend(orders)
+
+    async def send_due_renewals(self) -> None:
+        """Send what is wanted of the engine's locations, whether or not it was sent before."""
+        if not self._draining:
+            self.want(await self._attachments.due_renewals(*self._at))
+
+    def want(self, until_ms: dict[str, int]) -> None:
+        """Ask the engine for longer lives, in the same way."""
+        if until_ms:
+            self._have_answered()
+            self._wanted.update(until_ms)
+
+    def _have_answered(self) -> None:
+        """Have an answer sent for what is about to wait for one, unless one is coming."""
+        if not self._orders and not self._wanted:
             self.answers.put_nowait(engine_pb2.AttachEngineResponse())
-        self._orders.extend(orders)
 
     def complete(self, answer: engine_pb2.AttachEngineResponse) -> None:
         """Put into an answer what goes with every one, as it is sent."""
@@ -312,7 +369,13 @@ class _Conversation:
         taken = self._orders[:_MAX_ORDERS]
         del self._orders[:_MAX_ORDERS]
         answer.release_orders.extend([convert.order_out(order) for order in taken])
-        if self._orders:
+        if self._wanted:
+            now, some = self._attachments.now_ms(), list(islice(self._wanted.items(), _MAX_ORDERS))
+            for request_id, until_ms in some:
+                del self._wanted[request_id]
+                if until_ms > now:
+                    answer.renewal_orders.append(convert.renewal_order_out(request_id, until_ms - now))
+        if self._orders or self._wanted:
             self.answers.put_nowait(engine_pb2.AttachEngineResponse())
 
     def on_engine(self, engine: m.Engine | None) -> None:

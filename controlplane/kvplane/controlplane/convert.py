@@ -8,7 +8,13 @@ from google.protobuf.duration_pb2 import Duration
 
 from kvplane.controlplane import model as m
 from kvplane.controlplane.engines import LiveEngine
+from kvplane.controlplane.turns import BegunTurn
 from kvplane.v1 import common_pb2, engine_pb2, location_pb2
+
+
+def fingerprint_in(wire: common_pb2.Fingerprint) -> m.Fingerprint:
+    """Return a fingerprint as a value."""
+    return m.Fingerprint(wire.chunk_tokens, wire.chain)
 
 
 def duration(seconds: float) -> Duration:
@@ -72,7 +78,7 @@ _ROLES = {
 
 def announcement_in(wire: common_pb2.Announcement, delay_s: float = 0.0) -> m.Announcement:
     """Return an announcement as a value; `delay_s` was spent on the way and is taken off its life."""
-    ttl, fingerprint = wire.ttl, wire.fingerprint
+    ttl = wire.ttl
     return m.Announcement(
         key_in(wire.key),
         wire.request_id,
@@ -80,7 +86,7 @@ def announcement_in(wire: common_pb2.Announcement, delay_s: float = 0.0) -> m.An
         wire.token_count,
         wire.block_count,
         wire.kv_transfer_params,
-        m.Fingerprint(fingerprint.chunk_tokens, fingerprint.chain),
+        fingerprint_in(wire.fingerprint),
         max(0.0, ttl.seconds + ttl.nanos / 1e9 - delay_s),
         wire.endpoint.rstrip("/"),
         wire.reannounced,
@@ -109,12 +115,14 @@ _MISS_REASONS = {
 }
 
 
-def write_announced(wire: common_pb2.AnnouncementResult, request_id: str, value: m.Announced) -> None:
-    """Write what became of an announcement into an empty message."""
-    wire.request_id = request_id
-    wire.outcome = _ANNOUNCE_OUTCOMES[value.outcome]
-    _write_milliseconds(wire.granted_ttl, int(value.granted_ttl_s * 1000))
-    wire.detail = value.detail
+def announced_out(request_id: str, value: m.Announced) -> common_pb2.AnnouncementResult:
+    """Return what became of an announcement as a message."""
+    return common_pb2.AnnouncementResult(
+        request_id=request_id,
+        outcome=_ANNOUNCE_OUTCOMES[value.outcome],
+        granted_ttl=duration(value.granted_ttl_s),
+        detail=value.detail,
+    )
 
 
 def renewed_out(request_id: str, granted_s: float | None) -> common_pb2.RenewalResult:
@@ -140,6 +148,13 @@ def order_out(value: m.Order) -> engine_pb2.ReleaseOrder:
     return engine_pb2.ReleaseOrder(request_id=value.holder.request_id, reason=reason)
 
 
+def renewal_order_out(request_id: str, ttl_ms: int) -> engine_pb2.RenewalOrder:
+    """Return a wish for a longer life as a message."""
+    order = engine_pb2.RenewalOrder(request_id=request_id)
+    _write_milliseconds(order.ttl, ttl_ms)
+    return order
+
+
 # What may be large is written in place: a message handed to another's constructor is copied.
 
 
@@ -153,12 +168,8 @@ def write_location(
     brief: bool = False,
 ) -> None:
     """Write a location into an empty message; a brief one goes without params and fingerprint."""
-    key, holder = value.key, value.holder
-    into = wire.key
-    into.tenant_id = key.tenant_id
-    into.model = key.model
-    into.adapter = key.adapter
-    into.conversation_id = key.conversation_id
+    holder = value.holder
+    _write_key(wire.key, value.key)
     wire.engine_id = holder.engine_id
     wire.engine_epoch = holder.engine_epoch
     wire.request_id = holder.request_id
@@ -177,6 +188,14 @@ def write_location(
     wire.data_parallel_rank = value.data_parallel_rank
 
 
+def _write_key(wire: common_pb2.ConversationKey, value: m.ConversationKey) -> None:
+    """Write a key into an empty message."""
+    wire.tenant_id = value.tenant_id
+    wire.model = value.model
+    wire.adapter = value.adapter
+    wire.conversation_id = value.conversation_id
+
+
 def location_out(
     value: m.Location, *, now_ms: int, revision: int = 0, claimed: bool = False, brief: bool = False
 ) -> common_pb2.Location:
@@ -192,6 +211,23 @@ def write_claim(wire: location_pb2.Claim, value: m.Claim, now_ms: int) -> None:
     wire.owner = value.owner
     write_location(wire.location, value.location, now_ms, claimed=True)
     _write_milliseconds(wire.timeout, value.deadline_ms - now_ms)
+
+
+def write_begun(wire: location_pb2.BeginTurnResponse, value: BegunTurn, *, key: bool, now_ms: int) -> None:
+    """Write a begun turn into an empty message, with its `key` or without."""
+    wire.turn = value.turn
+    known = value.known
+    if isinstance(known, m.MissReason):
+        wire.miss_reason = _MISS_REASONS[known]
+    else:
+        write_location(wire.location, known.location, now_ms, known.revision)
+    if key:
+        _write_key(wire.key, value.key)
+    wire.turn_index = value.turn_index
+    wire.last_lease_class = value.lease_class
+    if value.idle_ms is not None:
+        wire.idle.SetInParent()
+        _write_milliseconds(wire.idle, value.idle_ms)
 
 
 def write_touched(wire: location_pb2.TouchConversationResponse, value: m.Touched) -> None:

@@ -6,7 +6,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import structlog
-from msgspec import Struct
 
 from kvplane.controlplane import keys, records
 from kvplane.controlplane import model as m
@@ -40,7 +39,8 @@ class LiveEngine:
         return self.engine.contact is m.EngineContact.ATTACHED
 
 
-class Required(Struct, frozen=True, gc=False):
+@dataclass(frozen=True, slots=True)
+class Required:
     """A live incarnation, and the compare that fences a write with it."""
 
     engine: m.Engine

@@ -20,6 +20,7 @@ EPOCHS = b"n/"
 SCHEMA = b"s/"
 LOADS = b"w/"
 PULSES = b"h/"
+BEGUN = b"b/"
 
 
 def _part(text: str) -> bytes:
@@ -84,6 +85,24 @@ def turns(key: ConversationKey) -> bytes:
     return TURNS + _conversation(key)
 
 
+def scope(key: ConversationKey) -> bytes:
+    """Return what the store keys of all locations of the same tenant, model and adapter begin with."""
+    return LOCATIONS + _scope(key.tenant_id, key.model, key.adapter)
+
+
+def scope_of(location_key: bytes) -> bytes:
+    """Return the scope of the location that lies at a store key."""
+    end = len(LOCATIONS)
+    for _ in range(3):
+        end += 2 + int.from_bytes(location_key[end : end + 2], "big")
+    return location_key[:end]
+
+
+def begun(key: ConversationKey, request_id: str) -> bytes:
+    """Return where it lies which conversation of a key's scope a turn is of that was begun by fingerprint."""
+    return BEGUN + _scope(key.tenant_id, key.model, key.adapter) + _part(request_id)
+
+
 def claim(claim_id: str) -> bytes:
     """Return where a claim lies."""
     return CLAIMS + claim_id.encode()
@@ -122,6 +141,11 @@ def _incarnation(engine_id: str, engine_epoch: int) -> bytes:
 def holding(holder: Holder) -> bytes:
     """Return where it is noted what became of a holder's blocks."""
     return HOLDINGS + _incarnation(holder.engine_id, holder.engine_epoch) + holder.request_id.encode()
+
+
+def incarnation_holdings(engine_id: str, engine_epoch: int) -> bytes:
+    """Return the prefix of all holdings of one incarnation."""
+    return HOLDINGS + _incarnation(engine_id, engine_epoch)
 
 
 def engine_holdings(engine_id: str) -> bytes:

@@ -125,6 +125,10 @@ class Ledger:
         """Read a conversation's turns at a store key."""
         return self._read(store_key, records.load_turns)
 
+    def begun(self, key: m.ConversationKey, request_id: str) -> Stored[m.ConversationKey]:
+        """Read of which conversation, in the scope of `key`, a request by fingerprint began a turn."""
+        return self._read(keys.begun(key, request_id), _load_begun)
+
     def claim(self, claim_id: str) -> Stored[m.Claim]:
         """Read an open claim."""
         return self._read(keys.claim(claim_id), records.load_claim)
@@ -247,6 +251,10 @@ class Ledger:
         """Return the write of a conversation's turns, remembered for `keep_ms` from now."""
         return Keep(store_key, records.dump_turns(value), self.clock.now_ms() + keep_ms)
 
+    def keep_begun(self, begun_key: bytes, turns_key: bytes, keep_ms: int) -> Keep:
+        """Return the note of which conversation a request began a turn of, kept for `keep_ms` from now."""
+        return Keep(begun_key, records.dump_begun(turns_key), self.clock.now_ms() + keep_ms)
+
     def keep_holding(self, holding_key: bytes, location_key: bytes, until_ms: int) -> Keep:
         """Return the note that a holder's blocks are retained."""
         return Keep(holding_key, records.dump_holding(location_key=location_key), until_ms)
@@ -278,6 +286,10 @@ def understood(item: KeyValue, load: Callable[[bytes], T]) -> T | None:
     except Exception as error:
         log.error("record_not_understood", store_key=repr(item.key), cause=repr(error))
         return None
+
+
+def _load_begun(raw: bytes) -> m.ConversationKey:
+    return keys.conversation_of(records.load_begun(raw))
 
 
 def _load_holding(raw: bytes) -> Holding:

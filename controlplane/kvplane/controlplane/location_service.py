@@ -55,9 +55,7 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         validate.announcement(request.announcement, engine_id)
         value = convert.announcement_in(request.announcement)
         result = await self._locations.announce(engine_id, engine_epoch, value)
-        answer = location_pb2.AnnounceLocationResponse()
-        convert.write_announced(answer.result, value.request_id, result)
-        return answer
+        return location_pb2.AnnounceLocationResponse(result=convert.announced_out(value.request_id, result))
 
     # Lookup, begin-turn, claim, release and touch come as calls of their own and over Turns. Each is made in
     # two steps: `perform` has the answer as a value, `write` puts it where it goes on its way.
@@ -75,7 +73,7 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
     ) -> location_pb2.BeginTurnResponse:
         """See the protos."""
         answer = location_pb2.BeginTurnResponse()
-        self.write_begun(answer, await self.perform_begin(request))
+        self.write_begun(answer, await self.perform_begin(request), request)
         return answer
 
     async def ClaimLocation(
@@ -103,15 +101,18 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
 
     async def perform_lookup(self, request: location_pb2.LookupLocationRequest) -> m.Found | m.MissReason:
         """Validate and perform LookupLocation."""
-        validate.key(request.key)
+        if _by_fingerprint(request):
+            scope, fingerprint = convert.key_in(request.key), convert.fingerprint_in(request.fingerprint)
+            return self._locations.lookup_prefix(scope, fingerprint)
         return self._locations.lookup(convert.key_in(request.key))
 
     async def perform_begin(self, request: location_pb2.BeginTurnRequest) -> BegunTurn:
         """Validate and perform BeginTurn."""
-        validate.key(request.key)
+        by_fingerprint = _by_fingerprint(request)
         request_id = validate.text("request_id", request.request_id)
         wait_s = validate.wait(request.wait) if request.HasField("wait") else None
-        return await self._turns.begin(convert.key_in(request.key), request_id, wait_s)
+        fingerprint = convert.fingerprint_in(request.fingerprint) if by_fingerprint else None
+        return await self._turns.begin(convert.key_in(request.key), request_id, wait_s, fingerprint)
 
     async def perform_claim(self, request: location_pb2.ClaimLocationRequest) -> m.Claim | m.MissReason:
         """Validate and perform ClaimLocation."""
@@ -154,21 +155,22 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         ttl_s = validate.span("ttl", request.ttl)
         return await self._touches.touch(convert.key_in(request.key), ttl_s, request.turn)
 
-    def write_known(
-        self,
-        answer: location_pb2.LookupLocationResponse | location_pb2.BeginTurnResponse,
-        known: m.Found | m.MissReason,
-    ) -> None:
+    def write_known(self, answer: location_pb2.LookupLocationResponse, known: m.Found | m.MissReason) -> None:
         """Write what is known of a conversation."""
         if isinstance(known, m.MissReason):
             answer.miss_reason = convert.miss_out(known)
         else:
             convert.write_location(answer.location, known.location, self._now(), known.revision)
 
-    def write_begun(self, answer: location_pb2.BeginTurnResponse, begun: BegunTurn) -> None:
-        """Write a begun turn."""
-        answer.turn = begun.turn
-        self.write_known(answer, begun.known)
+    def write_begun(
+        self,
+        answer: location_pb2.BeginTurnResponse,
+        begun: BegunTurn,
+        request: location_pb2.BeginTurnRequest,
+    ) -> None:
+        """Write a begun turn, with its conversation unless the request named it."""
+        named = bool(request.key.conversation_id)
+        convert.write_begun(answer, begun, key=not named, now_ms=self._now())
 
     def write_claimed(
         self, answer: location_pb2.ClaimLocationResponse, outcome: m.Claim | m.MissReason
@@ -245,3 +247,16 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
     ) -> None:
         """See the protos. It writes its answers itself: each layer of generators costs a turn of the loop."""
         await multiplexed(self, request_iterator, context.write, self._ledger.start)
+
+
+def _by_fingerprint(request: location_pb2.LookupLocationRequest | location_pb2.BeginTurnRequest) -> bool:
+    """Tell whether a conversation is asked for by fingerprint; checks what it is asked for by."""
+    by_fingerprint = False
+    if request.HasField("fingerprint"):
+        validate.prompt(request.fingerprint)
+        by_fingerprint = not request.key.conversation_id
+    if by_fingerprint:
+        validate.scope(request.key)
+    else:
+        validate.key(request.key)
+    return by_fingerprint

@@ -20,8 +20,14 @@ from msgspec import Struct
 # are equal if their records are.
 
 
+_MORE_MS = 1000
+"""How much more than the time at which it began the number of a turn may be."""
+
 QUARANTINE = "quarantine/"
 """How the names begin of claims that nobody made: they keep blocks in quarantine."""
+
+AUTO = "auto/"
+"""How the ids begin of conversations that were begun by fingerprint."""
 
 
 class EngineRole(IntEnum):
@@ -254,6 +260,14 @@ class Turns(Struct, frozen=True, gc=False):
     lease_class: int = 0
     wanted_until_ms: int = 0
     unknown: bytes = b""
+
+    @property
+    def is_described(self) -> bool:
+        """Whether what is known of the settled turn is known of that one: older software settles without.
+
+        A turn's number is the time at which it began, or a little more.
+        """
+        return self.settled_at_ms > self.settled_turn - _MORE_MS
 
     def is_in_flight(self, now_ms: int) -> bool:
         """Tell whether the latest turn may still be announced."""

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
+from msgspec import Struct
 
 from kvplane.controlplane import model as m
 from kvplane.storage.v1 import records_pb2 as pb
@@ -52,9 +53,36 @@ def load_location(raw: bytes) -> m.Location:
     return _location_value(pb.LocationRecord.FromString(raw))
 
 
-def location_deadline_ms(raw: bytes) -> int:
-    """Return the deadline of a stored location."""
-    return pb.LocationRecord.FromString(raw).deadline_ms
+class Glance(Struct, frozen=True, gc=False):
+    """What those who watch locations want to know of each, without all that is in one."""
+
+    holder: m.Holder
+    token_count: int
+    fingerprint: m.Fingerprint
+    deadline_ms: int
+    wanted_until_ms: int
+
+
+_glances: list[tuple[bytes, Glance]] = []
+"""The last two: all who watch locations look at the same bytes of one change, before and after it."""
+
+
+def glance(raw: bytes) -> Glance:
+    """Return what there is to see of a stored location."""
+    for seen, known in _glances:
+        if seen is raw:
+            return known
+    record = pb.LocationRecord.FromString(raw)
+    value = Glance(
+        m.Holder(record.engine_id, record.engine_epoch, record.request_id),
+        record.token_count,
+        m.Fingerprint(record.chunk_tokens, record.fingerprint),
+        record.deadline_ms,
+        record.wanted_until_ms,
+    )
+    _glances[1:] = _glances[:1]
+    _glances[:1] = [(raw, value)]
+    return value
 
 
 def claim_deadline_ms(raw: bytes) -> int:
@@ -256,6 +284,16 @@ def load_holding(raw: bytes) -> tuple[bytes, str]:
     """Return (location key, "") of retained blocks, or (b"", claim id) of claimed ones."""
     record = pb.HoldingRecord.FromString(raw)
     return record.location_key, record.claim_id
+
+
+def dump_begun(turns_key: bytes) -> bytes:
+    """Return which conversation a turn is of, as stored."""
+    return pb.BegunRecord(turns_key=turns_key).SerializeToString()
+
+
+def load_begun(raw: bytes) -> bytes:
+    """Return the store key of the turns of the conversation that a turn is of."""
+    return pb.BegunRecord.FromString(raw).turns_key
 
 
 def dump_order(value: m.Order) -> bytes:

@@ -26,6 +26,7 @@ from kvplane.controlplane.ledger import Ledger
 from kvplane.controlplane.location_service import LocationServicer
 from kvplane.controlplane.locations import Locations
 from kvplane.controlplane.mirror import Mirror
+from kvplane.controlplane.prefixes import Prefixes
 from kvplane.controlplane.releases import Releases
 from kvplane.controlplane.replicas import Replicas
 from kvplane.controlplane.schema import ensure_schema
@@ -66,8 +67,9 @@ class ControlPlane:
         self.engines = EngineRegistry(ledger, settings)
         self.releases = Releases(ledger, settings)
         availability = Availability(self.engines, time, settings)
-        self.locations = Locations(ledger, self.engines, self.releases, availability, settings)
-        self.turns = Turns(ledger, self.locations, availability, settings)
+        self.prefixes = Prefixes(ledger, availability)
+        self.locations = Locations(ledger, self.engines, self.releases, availability, self.prefixes, settings)
+        self.turns = Turns(ledger, self.locations, availability, self.prefixes, settings)
         self.claims = Claims(ledger, availability, self.turns, settings)
         self.touches = Touches(ledger, self.engines, settings)
         self.sweeper = Sweeper(

@@ -44,7 +44,9 @@ class Operations(Protocol):
     def write_known(self, answer: pb.LookupLocationResponse, known: m.Found | m.MissReason) -> None:
         """Write the answer to a lookup."""
 
-    def write_begun(self, answer: pb.BeginTurnResponse, begun: BegunTurn) -> None:
+    def write_begun(
+        self, answer: pb.BeginTurnResponse, begun: BegunTurn, request: pb.BeginTurnRequest
+    ) -> None:
         """Write the answer to a begin-turn."""
 
     def write_claimed(self, answer: pb.ClaimLocationResponse, outcome: m.Claim | m.MissReason) -> None:
@@ -76,7 +78,8 @@ class _Stream:
         try:
             if kind == "begin_turn":
                 begun = await make.perform_begin(operation.begin_turn)
-                make.write_begun(self._ready.results.add(id=operation.id).begin_turn, begun)
+                answer = self._ready.results.add(id=operation.id).begin_turn
+                make.write_begun(answer, begun, operation.begin_turn)
             elif kind == "claim":
                 outcome = await make.perform_claim(operation.claim)
                 make.write_claimed(self._ready.results.add(id=operation.id).claim, outcome)

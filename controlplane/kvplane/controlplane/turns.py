@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import secrets
+
 from msgspec import Struct
 from msgspec.structs import replace
 
 from kvplane.controlplane import keys
 from kvplane.controlplane import model as m
 from kvplane.controlplane.availability import Availability
-from kvplane.controlplane.ledger import Decision, Ledger, same_state
+from kvplane.controlplane.ledger import Decision, Ledger, Write, same_state
 from kvplane.controlplane.locations import Locations
 from kvplane.controlplane.mirror import wait_for
+from kvplane.controlplane.prefixes import Prefixes
+
+_REPEAT_MS = 60_000
+"""For how long it is remembered which conversation a request by fingerprint began a turn of."""
+_SMALL_MS = 1000
+"""What a location lacks of the life that a claim needs, and is not asked for."""
 
 
 class BegunTurn(Struct, frozen=True, gc=False):
-    """A numbered turn and what is known of its conversation."""
+    """A numbered turn and what is known of its conversation.
+
+    `turn_index` 0: not known; `idle_ms` None: likewise, or the last turn has not ended. `lease_class` as in
+    the protos.
+    """
 
     turn: int
     known: m.Found | m.MissReason
+    key: m.ConversationKey
+    turn_index: int = 0
+    idle_ms: int | None = None
+    lease_class: int = 0
 
 
 class Turns:
@@ -28,26 +44,71 @@ class Turns:
     """
 
     def __init__(
-        self, ledger: Ledger, locations: Locations, availability: Availability, settings: m.Settings
+        self,
+        ledger: Ledger,
+        locations: Locations,
+        availability: Availability,
+        prefixes: Prefixes,
+        settings: m.Settings,
     ) -> None:
         self._ledger = ledger
         self._locations = locations
+        self._prefixes = prefixes
         self._availability = availability
         self._settings = settings
         self._window_ms = round(settings.in_flight_window_s * 1000)
         self._kept_ms = settings.turns_kept_ms
+        claim_s = settings.claim_timeout_s + settings.min_remaining_s
+        self._claim_needs_ms = round(min(claim_s, settings.max_location_ttl_s) * 1000)
 
-    async def begin(self, key: m.ConversationKey, request_id: str, wait_s: float | None) -> BegunTurn:
+    async def begin(
+        self,
+        key: m.ConversationKey,
+        request_id: str,
+        wait_s: float | None,
+        fingerprint: m.Fingerprint | None = None,
+    ) -> BegunTurn:
         """Number a turn; then wait for the turn before it, if that is in flight, at most `wait_s`.
 
-        Idempotent by `request_id` while the turn is the latest. Raises ContentionError.
+        With a `fingerprint`, of the conversation that the prompt goes on with, whatever id `key` has; if
+        there is none, of a new one. Idempotent by `request_id` while the turn is the latest; by fingerprint,
+        for a minute. Raises ContentionError.
         """
-        begun, in_flight = await self._ledger.decide(lambda: self._number(key, request_id))
+        if fingerprint is None:
+            begun, in_flight = await self._ledger.decide(lambda: self._number(key, request_id))
+        else:
+            begun, in_flight = await self._ledger.decide(lambda: self._find(key, request_id, fingerprint))
         if in_flight:
             wait_s = self._settings.in_flight_wait_s if wait_s is None else wait_s
-            known = await self.wait_until_settled(key, in_flight, wait_s, begun.known)
-            return BegunTurn(begun.turn, known)
+            known = await self.wait_until_settled(begun.key, in_flight, wait_s, begun.known)
+            turns = self._ledger.turns_at(keys.turns(begun.key)).value
+            if turns is not None and turns.settled_turn == in_flight and turns.is_described:
+                return replace(begun, known=known, idle_ms=0, lease_class=turns.lease_class)
+            return replace(begun, known=known)
         return begun
+
+    def _find(
+        self, scope: m.ConversationKey, request_id: str, fingerprint: m.Fingerprint
+    ) -> Decision[tuple[BegunTurn, int]]:
+        """Decide of which conversation the turn is, and its number."""
+        ledger = self._ledger
+        asked = ledger.begun(scope, request_id)
+        rests_on = [asked.unchanged()]
+        if asked.value is not None:
+            turns = ledger.turns_at(keys.turns(asked.value))
+            if turns.value is not None and turns.value.request_id == request_id:
+                again = self._number(asked.value, request_id)
+                return Decision(again.answer, [*again.compares, *rests_on])
+            rests_on.append(turns.unchanged())
+        match = self._prefixes.best(scope, fingerprint)
+        if match is not None:
+            key = match.found.location.key
+        else:
+            key = replace(scope, conversation_id=m.AUTO + secrets.token_hex(16))
+        numbered = self._number(key, request_id)
+        noted = ledger.keep_begun(asked.key, keys.turns(key), _REPEAT_MS)
+        rests_on += [compare for compare in numbered.compares if compare not in rests_on]
+        return Decision(numbered.answer, rests_on, [*numbered.writes, noted])
 
     def _number(self, key: m.ConversationKey, request_id: str) -> Decision[tuple[BegunTurn, int]]:
         """Decide the next number; the answer has also the turn before it if that is in flight, else 0.
@@ -66,8 +127,10 @@ class Turns:
             refused, engine_unchanged = self._availability.judge(location)
             compares.append(engine_unchanged)
             known = refused or m.Found(location, stored.revision)
+        lease_class = last.lease_class if last.is_described else 0
         if last.request_id == request_id and last.latest_turn:
-            return Decision((BegunTurn(last.latest_turn, known), 0), compares)
+            again = BegunTurn(last.latest_turn, known, key, last.turn_index, None, lease_class)
+            return Decision((again, 0), compares)
         now = ledger.clock.now_ms()
         in_flight = last.is_in_flight(now)
         begun = replace(
@@ -75,13 +138,20 @@ class Turns:
             latest_turn=max(last.latest_turn + 1, now),
             request_id=request_id,
             in_flight_until_ms=now + self._window_ms,
+            turn_index=last.turn_index + 1 if last.turn_index or not last.latest_turn else 0,
             wanted_until_ms=0,
         )
-        return Decision(
-            (BegunTurn(begun.latest_turn, known), last.latest_turn if in_flight else 0),
-            compares,
-            [ledger.keep_turns(turns_key, begun, self._kept_ms)],
-        )
+        idle_ms = None
+        if last.settled_turn == last.latest_turn and last.latest_turn and last.is_described:
+            idle_ms = max(0, now - last.settled_at_ms)
+        answer = BegunTurn(begun.latest_turn, known, key, begun.turn_index, idle_ms, lease_class)
+        writes: list[Write] = [ledger.keep_turns(turns_key, begun, self._kept_ms)]
+        if location is not None and isinstance(known, m.Found):
+            needed_ms = now + self._claim_needs_ms - _SMALL_MS
+            if max(location.deadline_ms, location.wanted_until_ms) < needed_ms:
+                wanted = replace(location, wanted_until_ms=now + self._claim_needs_ms)
+                writes.append(ledger.keep_location(location_key, wanted))
+        return Decision((answer, last.latest_turn if in_flight else 0), compares, writes)
 
     async def wait_until_settled(
         self, key: m.ConversationKey, turn: int, wait_s: float, known: m.Found | m.MissReason

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 from urllib.parse import urlsplit
 
 import orjson
@@ -92,13 +91,15 @@ def wait(value: Duration) -> float:
 
 def key(wire: common_pb2.ConversationKey, field: str = "key") -> None:
     """Check a conversation key."""
-    try:
-        text("tenant_id", wire.tenant_id)
-        text("model", wire.model)
-        text("adapter", wire.adapter, optional=True)
-        text("conversation_id", wire.conversation_id)
-    except InvalidFieldError as error:
-        raise error.within(field) from None
+    scope(wire, field)
+    text(f"{field}.conversation_id", wire.conversation_id)
+
+
+def scope(wire: common_pb2.ConversationKey, field: str = "key") -> None:
+    """Check all of a conversation key but the conversation's id."""
+    text(f"{field}.tenant_id", wire.tenant_id)
+    text(f"{field}.model", wire.model)
+    text(f"{field}.adapter", wire.adapter, optional=True)
 
 
 def spec(wire: engine_pb2.EngineSpec) -> None:
@@ -137,63 +138,59 @@ def spec(wire: engine_pb2.EngineSpec) -> None:
 
 def endpoint(field: str, value: str) -> None:
     """Check an HTTP base URL; empty is allowed."""
-    if value and not _is_base_url(value):
-        raise InvalidFieldError(field, 'must be an HTTP base URL such as "http://10.0.0.7:8200"')
-
-
-@lru_cache(maxsize=1024)  # engines say the same with every announcement
-def _is_base_url(value: str) -> bool:
+    if not value:
+        return
     try:
         parts = urlsplit(value)
         usable = parts.port != 0 and bool(_HOST.fullmatch(parts.hostname or ""))
     except ValueError:
-        return False
-    is_http = parts.scheme in ("http", "https")
-    return usable and is_http and not parts.path.strip("/") and "@" not in parts.netloc
+        usable = False
+    if not usable or parts.scheme not in ("http", "https") or parts.path.strip("/") or "@" in parts.netloc:
+        raise InvalidFieldError(field, 'must be an HTTP base URL such as "http://10.0.0.7:8200"')
 
 
 def announcement(wire: common_pb2.Announcement, engine_id: str, field: str = "announcement") -> None:
     """Check an announcement of an engine, its kv_transfer_params included."""
-    try:
-        _announcement(wire, engine_id)
-    except InvalidFieldError as error:  # names are put together only where they are needed
-        raise error.within(field) from None
-
-
-def _announcement(wire: common_pb2.Announcement, engine_id: str) -> None:
-    token_count, params, fingerprint = wire.token_count, wire.kv_transfer_params, wire.fingerprint
-    key(wire.key)
-    text("request_id", wire.request_id)
-    positive("turn", wire.turn)
-    positive("token_count", token_count)
-    positive("block_count", wire.block_count)
-    span("ttl", wire.ttl)
-    text("endpoint", wire.endpoint, most=2048, optional=True)
-    endpoint("endpoint", wire.endpoint)
+    key(wire.key, f"{field}.key")
+    text(f"{field}.request_id", wire.request_id)
+    positive(f"{field}.turn", wire.turn)
+    positive(f"{field}.token_count", wire.token_count)
+    positive(f"{field}.block_count", wire.block_count)
+    span(f"{field}.ttl", wire.ttl)
+    text(f"{field}.endpoint", wire.endpoint, most=2048, optional=True)
+    endpoint(f"{field}.endpoint", wire.endpoint)
     if not 0 <= wire.lease_class <= MAX_LEASE_CLASS:
-        raise InvalidFieldError("lease_class", f"must be 0 to {MAX_LEASE_CLASS}")
-    chain_bytes = _fingerprint(fingerprint, token_count, "fingerprint")
-    _params(params, engine_id, "kv_transfer_params")
-    if len(params) + chain_bytes > MAX_RECORD_BYTES:
+        raise InvalidFieldError(f"{field}.lease_class", f"must be 0 to {MAX_LEASE_CLASS}")
+    _fingerprint(wire.fingerprint, wire.token_count, f"{field}.fingerprint")
+    _params(wire.kv_transfer_params, engine_id, f"{field}.kv_transfer_params")
+    if len(wire.kv_transfer_params) + len(wire.fingerprint.chain) > MAX_RECORD_BYTES:
         raise InvalidFieldError(
-            "kv_transfer_params",
+            f"{field}.kv_transfer_params",
             f"and fingerprint.chain together must be at most {MAX_RECORD_BYTES} bytes;"
             " use larger KV blocks or a larger chunk_tokens",
         )
 
 
-def _fingerprint(wire: common_pb2.Fingerprint, token_count: int, field: str) -> int:
-    """Check a fingerprint; returns the size of its chain."""
-    chunk_tokens, chain_bytes = wire.chunk_tokens, len(wire.chain)
-    if not 1 <= chunk_tokens <= MAX_CHUNK_TOKENS:
-        raise InvalidFieldError(f"{field}.chunk_tokens", f"must be 1 to {MAX_CHUNK_TOKENS}")
-    if chain_bytes > MAX_CHAIN_BYTES:
-        raise InvalidFieldError(f"{field}.chain", f"must be at most {MAX_CHAIN_BYTES} bytes")
-    entries = -(-token_count // chunk_tokens)
-    if chain_bytes != entries * HASH_BYTES:
+def prompt(wire: common_pb2.Fingerprint, field: str = "fingerprint") -> None:
+    """Check a prompt's fingerprint; how many tokens its last entry stands for is nobody's business here."""
+    _chain(wire, field)
+    if not wire.chain or len(wire.chain) % HASH_BYTES:
+        raise InvalidFieldError(f"{field}.chain", f"must have one or more entries of {HASH_BYTES} bytes")
+
+
+def _fingerprint(wire: common_pb2.Fingerprint, token_count: int, field: str) -> None:
+    _chain(wire, field)
+    entries = -(-token_count // wire.chunk_tokens)
+    if len(wire.chain) != entries * HASH_BYTES:
         problem = f"must have {entries} entries of {HASH_BYTES} bytes for {token_count} tokens"
         raise InvalidFieldError(f"{field}.chain", problem)
-    return chain_bytes
+
+
+def _chain(wire: common_pb2.Fingerprint, field: str) -> None:
+    if not 1 <= wire.chunk_tokens <= MAX_CHUNK_TOKENS:
+        raise InvalidFieldError(f"{field}.chunk_tokens", f"must be 1 to {MAX_CHUNK_TOKENS}")
+    if len(wire.chain) > MAX_CHAIN_BYTES:
+        raise InvalidFieldError(f"{field}.chain", f"must be at most {MAX_CHAIN_BYTES} bytes")
 
 
 def _params(raw: bytes, engine_id: str, field: str) -> None:
@@ -207,7 +204,7 @@ def _params(raw: bytes, engine_id: str, field: str) -> None:
         raise InvalidFieldError(field, "must be a JSON object")
     for name in PARAMS_NEEDED:
         value = params.get(name)
-        if not value and value in (None, "", []):
+        if value is None or value == "" or value == []:
             raise InvalidFieldError(f"{field}.{name}", "is missing: the reader could not reach the blocks")
     if params["remote_engine_id"] != engine_id:
         raise InvalidFieldError(f"{field}.remote_engine_id", "must be the announcing engine's own id")

@@ -80,6 +80,11 @@ def _load_holding(key: bytes, raw: bytes) -> Any:
     return target
 
 
+def _load_begun(key: bytes, raw: bytes) -> Any:
+    keys.conversation_of(key)
+    return keys.conversation_of(records.checked(records.load_begun, raw))
+
+
 def _load_order(key: bytes, raw: bytes) -> Any:
     holder = keys.holder_of(key)
     _require(keys.order(holder) == key)
@@ -107,10 +112,12 @@ ENGINES = Kind("engines", keys.ENGINES, _load_engine)
 LOADS = Kind("loads", keys.LOADS)
 EPOCHS = Kind("epochs", keys.EPOCHS, _load_epoch)
 PULSES = Kind("pulses", keys.PULSES, brief=True)
+BEGUN = Kind("begun", keys.BEGUN, _load_begun, brief=True)
+"""Their value here is the conversation that they name."""
 FOREIGN = Kind("foreign", b"", leased=False)
 """What lies under no known prefix: a newer version's, or not kvplane's."""
 
-ALL = (SCHEMA, LOCATIONS, TURNS, CLAIMS, HOLDINGS, ORDERS, ENGINES, LOADS, EPOCHS, PULSES)
+ALL = (SCHEMA, LOCATIONS, TURNS, CLAIMS, HOLDINGS, ORDERS, ENGINES, LOADS, EPOCHS, PULSES, BEGUN)
 _BY_PREFIX = {kind.prefix: kind for kind in ALL}
 
 

@@ -203,6 +203,10 @@ async def _victims(
             named = _conversation(item.key)
             if named is not None and selection.has(named):
                 yield _Victim(kinds.TURNS, item)
+        async for item in _below(store, _of_tenant(keys.BEGUN, selection)):
+            named = _read(kinds.BEGUN, item)
+            if named is not None and selection.has(named):
+                yield _Victim(kinds.BEGUN, item)
     if engine_id is not None:
         async for item in _below(store, keys.engine_holdings(engine_id)):
             if item.key not in held and not _is_spared_holding(item, spared):

@@ -22,7 +22,7 @@ from kvplane.store.errors import LeaseNotFoundError, StoreUnavailableError
 
 RESTORED = (kinds.EPOCHS, kinds.TURNS)
 
-_IGNORED = (kinds.SCHEMA, kinds.PULSES)
+_IGNORED = (kinds.SCHEMA, kinds.PULSES, kinds.BEGUN)
 _KEYS_PER_LEASE = 1000
 _SPREAD_MS = 60_000
 """Leases end over this span, not all at once."""

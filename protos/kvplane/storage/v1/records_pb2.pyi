@@ -173,6 +173,12 @@ class HoldingRecord(_message.Message):
     claim_id: str
     def __init__(self, location_key: _Optional[bytes] = ..., claim_id: _Optional[str] = ...) -> None: ...
 
+class BegunRecord(_message.Message):
+    __slots__ = ("turns_key",)
+    TURNS_KEY_FIELD_NUMBER: _ClassVar[int]
+    turns_key: bytes
+    def __init__(self, turns_key: _Optional[bytes] = ...) -> None: ...
+
 class OrderRecord(_message.Message):
     __slots__ = ("reason", "deadline_ms")
     REASON_FIELD_NUMBER: _ClassVar[int]
