@@ -32,7 +32,7 @@ def check_plausible(rows: Sequence[Row], rounds: int = SHORT.rounds) -> None:
             assert max(row.rounds) < 1e8, row
 
 
-@pytest.mark.parametrize(("name", "count"), [("unary", 6), ("turns", 7), ("attach", 1)])
+@pytest.mark.parametrize(("name", "count"), [("unary", 12), ("turns", 7), ("attach", 1)])
 def test_benches_of_the_api(name: str, count: int) -> None:
     said: list[str] = []
     before = os.sched_getaffinity(0)

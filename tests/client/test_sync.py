@@ -7,6 +7,7 @@ import time
 import pytest
 
 from kvplane.client import events as ev
+from kvplane.client.client import ControlPlaneClient
 from kvplane.client.model import (
     Announcement,
     ConversationKey,
@@ -18,6 +19,7 @@ from kvplane.client.model import (
     Registration,
     RequestId,
 )
+from kvplane.client.slot import Slot
 from kvplane.client.sync import EngineSessionThread
 from tests.fakes.attach import AttachPlane, until
 
@@ -102,6 +104,44 @@ async def test_announcing_from_many_threads_loses_nothing() -> None:
         await asyncio.gather(*(asyncio.to_thread(announce, base) for base in range(4)))
         await until(lambda: len({a.request_id for a in plane.announced()}) == 400)
         await closed(session)
+
+
+async def test_work_runs_on_the_sessions_thread_with_the_client() -> None:
+    async with AttachPlane() as plane:
+        session = EngineSessionThread(plane.address, SPEC)
+        slot, ended = Slot[str](), threading.Event()
+
+        async def work(client: ControlPlaneClient) -> None:
+            await client.wait_connected()
+            slot.put(threading.current_thread().name)
+
+        async def endless(client: ControlPlaneClient) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+        assert not session.submit(work), "before the start"
+        session.start()
+        await until(lambda: session.submit(work))
+        await until(slot.take)
+        assert slot.take() == "kvplane-session"
+        assert session.submit(endless)
+        await closed(session)
+        assert ended.is_set()
+        assert not session.submit(work), "after the end"
+
+
+async def test_no_more_work_than_there_is_room_for() -> None:
+    session = EngineSessionThread("127.0.0.1:1", SPEC)
+
+    async def endless(client: ControlPlaneClient) -> None:
+        await asyncio.Event().wait()
+
+    session.start()
+    await until(lambda: session.submit(endless))
+    await until(lambda: not session.submit(endless))
+    await closed(session)
 
 
 @pytest.mark.parametrize("times", [1, 2])

@@ -21,11 +21,20 @@ def test_all_settings() -> None:
         "kvplane_retain_fraction": 1,
         "kvplane_free_block_floor": 0.0,
         "kvplane_remote_host": "[fd00::7]",
+        "kvplane_tenant_id": "acme",
+        "kvplane_ask_timeout_s": 1,
         "bidirectional_kv_xfer": True,  # not ours
         "backends": ["UCX"],
     }
     assert read_config(extra, {}) == ConnectorConfig(
-        "10.0.0.5:50051,10.0.0.6:50051", "http://[fd00::7]:8200", 32, 1.0, 0.0, "fd00::7"
+        "10.0.0.5:50051,10.0.0.6:50051",
+        "http://[fd00::7]:8200",
+        32,
+        1.0,
+        0.0,
+        "fd00::7",
+        tenant_id="acme",
+        ask_timeout_s=1.0,
     )
 
 
@@ -75,6 +84,10 @@ def test_addresses(address: str) -> None:
         ({**ADDRESS, "decoder_kv_blocks_ttl": 60, "kvplane_ttl_s": 90}, ["kvplane_ttl_s", "60"]),
         ({**ADDRESS, "decoder_kv_blocks_ttl": "x"}, ["decoder_kv_blocks_ttl"]),
         ({**ADDRESS, "kvplane_remote_host": None}, ["kvplane_remote_host"]),
+        ({**ADDRESS, "kvplane_tenant_id": ""}, ["kvplane_tenant_id"]),
+        ({**ADDRESS, "kvplane_tenant_id": "x" * 257}, ["kvplane_tenant_id"]),
+        ({**ADDRESS, "kvplane_ask_timeout_s": -0.1}, ["kvplane_ask_timeout_s", "from 0 to 30"]),
+        ({**ADDRESS, "kvplane_ask_timeout_s": True}, ["kvplane_ask_timeout_s"]),
     ],
 )
 def test_errors_are_one_line_and_name_the_field(extra: dict[str, Any], words: list[str]) -> None:

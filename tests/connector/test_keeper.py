@@ -23,6 +23,7 @@ from kvplane.connector.config import ConnectorConfig
 from kvplane.connector.envelope import Envelope
 from kvplane.connector.fingerprint import Context, make_chain
 from kvplane.connector.keeper import FinishedTurn, Keeper
+from kvplane.connector.leases import Terms
 from kvplane.connector.retention import Retention, State
 
 CONTEXT = Context("m")
@@ -37,6 +38,7 @@ class FakeSession:
         self.registration: Registration | None = Registration(1, 10, 480, 30)
         self.announced: list[tuple[Announcement, float]] = []
         self.withdrawn: list[str] = []
+        self.renewals: list[tuple[str, float]] = []
         self.freed_requests: list[str] = []
         self.loads: list[EngineLoad] = []
         self.incarnations = 0
@@ -49,6 +51,10 @@ class FakeSession:
     def withdraw(self, request_id: RequestId) -> bool:
         self.withdrawn.append(request_id)
         return request_id not in self.unsent
+
+    def renew(self, request_id: RequestId, *, expires_at: float) -> bool:
+        self.renewals.append((request_id, expires_at))
+        return request_id not in self.withdrawn
 
     def freed(self, request_id: RequestId) -> None:
         self.freed_requests.append(request_id)
@@ -65,20 +71,26 @@ class FakeSession:
 
 
 class Rig:
-    def __init__(self) -> None:
+    def __init__(self, **settings: Any) -> None:
         self.now = 1000.0
         self.session = FakeSession()
         self.retention = Retention(100, monotonic=self.clock)
-        config = ConnectorConfig("plane:1", endpoint="http://own:8200", chunk_tokens=16)
+        config = ConnectorConfig("plane:1", endpoint="http://own:8200", chunk_tokens=16, **settings)
         self.keeper = Keeper(config, self.session, self.retention, monotonic=self.clock)
 
     def clock(self) -> float:
         return self.now
 
-    def step(self, *events: ev.Event, free: int = 100) -> list[str]:
+    def begin_step(self, *events: ev.Event, free: int = 100) -> dict[str, float]:
         self.session.events += events
         self.session.last_contact = self.now
         return self.keeper.step(free)
+
+    def step(self, *events: ev.Event, free: int = 100) -> list[str]:
+        """A whole step; returns what it frees."""
+        deadlines = self.begin_step(*events, free=free)
+        self.keeper.step_done()
+        return [request_id for request_id, at in deadlines.items() if at <= self.now]
 
 
 @pytest.fixture
@@ -95,18 +107,25 @@ def turn(name: str, first_block: int = 0, count: int = 10, **changes: Any) -> Fi
         items=(),
         blocks=list(range(first_block, first_block + count)),
         params={"remote_block_ids": [[1, 2]], "remote_port": 5601, "remote_blocks_expiry_time": 1.5},
-        expires_at=1480.0,
+        prompt_tokens=90,
     )
     return replace(made, **changes)
 
 
 def test_a_finished_turn_is_retained_and_announced(rig: Rig) -> None:
-    assert rig.keeper.finish(turn("a"))
+    made = turn("a")
+    terms = rig.keeper.finish(made)
     ((announcement, expires_at),) = rig.session.announced
-    assert expires_at == 1480.0
+    assert expires_at == 1480 + 15, "idle for 480 s, then there are 10 s for a claim, and 5 s for the message"
+    assert terms is not None
+    assert terms.blocks == expires_at + rig.retention.claim_timeout_s + 10, "after the last reader"
     assert announcement.key == ConversationKey("t", "m", "conversation a")
     assert (announcement.turn, announcement.token_count, announcement.block_count) == (3, 100, 10)
-    assert json.loads(announcement.kv_transfer_params) == turn("a").params
+    assert json.loads(announcement.kv_transfer_params) == made.params
+    assert made.params["remote_blocks_expiry_time"] == terms.blocks - 480 + 3600, (
+        "were it renewed all the time"
+    )
+    assert announcement.lease_class is not None
     assert announcement.fingerprint.chunk_tokens == 16
     assert announcement.fingerprint.chain == make_chain(CONTEXT, range(100), 16)
     assert announcement.endpoint == "http://router:8200"
@@ -139,12 +158,21 @@ def test_what_cannot_be_announced_is_not_retained(rig: Rig, changes: dict[str, A
 def test_without_a_control_plane_nothing_is_retained(rig: Rig) -> None:
     rig.session.attached = False
     rig.now += 10
-    assert rig.keeper.finish(turn("a"))  # it may be a short loss
+    assert rig.keeper.finish(turn("a")) is not None  # it may be a short loss
     rig.now += 0.1
     assert not rig.keeper.finish(turn("b"))
     rig.session.last_contact = None
     assert not rig.keeper.finish(turn("c"))
     assert rig.keeper.counts["not_retained:no_control_plane"] == 2
+
+
+def test_without_a_control_plane_nothing_is_retained_that_may_be_wanted_back(rig: Rig) -> None:
+    rig.keeper.finish(turn("a"))
+    rig.step(free=9)
+    rig.session.attached = False
+    assert rig.keeper.finish(turn("b", 20)) is None
+    rig.now += 2
+    assert rig.keeper.finish(turn("c", 20)) is not None
 
 
 def test_over_budget_the_oldest_is_withdrawn_and_freed_once_agreed(rig: Rig) -> None:
@@ -229,7 +257,7 @@ def test_a_draining_engine_retains_nothing_new(rig: Rig) -> None:
     assert not rig.keeper.finish(turn("b", 20))
     assert rig.session.withdrawn == ["a"]
     rig.step(ev.DrainRequested(False))
-    assert rig.keeper.finish(turn("c", 30))
+    assert rig.keeper.finish(turn("c", 30)) is not None
 
 
 def test_a_fenced_engine_frees_everything_once_no_reader_can_be_left(rig: Rig) -> None:
@@ -247,6 +275,192 @@ def test_reset_asks_everything_back_and_begins_anew(rig: Rig) -> None:
     assert rig.session.incarnations == 2
     rig.step()
     assert rig.session.withdrawn == ["a"]
+
+
+def test_waiting_for_retained_blocks_is_measured(rig: Rig) -> None:
+    rig.keeper.finish(turn("a"))
+    for seconds, free, wanted in (
+        (0.01, 5, 16),
+        (0.02, 5, 15),
+        (0.03, 5, 12),
+        (0.5, 40, 0),
+        (0.01, 3, 4),
+        (0, 13, 4),
+    ):
+        rig.keeper.step(free, wanted_blocks=wanted)
+        rig.now += seconds
+    assert rig.keeper.counts["waited"] == 2
+    assert rig.keeper.counts["waited_ms"] == 60  # 16 would not be there without retention either
+    assert rig.keeper.counts["waited_ms_most"] == 50
+
+
+def order(ttl_s: float, name: str = "a") -> ev.RenewalOrdered:
+    return ev.RenewalOrdered(RequestId(name), ttl_s)
+
+
+@pytest.fixture
+def short() -> Rig:
+    return Rig(ttl_s=30.0, max_age_s=100.0, max_ttl_s=60.0)
+
+
+def test_a_turn_nobody_comes_back_to_is_asked_back(short: Rig) -> None:
+    short.keeper.finish(turn("a"))
+    short.now += 29.9
+    short.step()
+    assert short.session.withdrawn == []
+    short.now += 0.1
+    assert short.step() == []  # not before it is agreed
+    assert short.session.withdrawn == ["a"]
+    assert short.step(ev.Withdrawn(RequestId("a"), ReleaseOutcome.RELEASED)) == ["a"]
+    assert short.keeper.counts["idle"] == 1
+
+
+def test_a_renewal_reaches_the_worker_before_the_record(short: Rig) -> None:
+    assert short.keeper.finish(turn("a")) == Terms(1030, 1045, 1085)
+    short.begin_step()  # is still under way
+    short.now += 20
+    assert short.begin_step(order(40)) == {"a": 1060 + 15 + 40}
+    short.keeper.step_done()
+    assert short.session.renewals == []
+    short.keeper.step_done()
+    assert short.session.renewals == [("a", 1075.0)]
+    assert short.keeper.counts["renewed"] == 1
+    short.now = 1059.9
+    short.step()
+    assert short.session.withdrawn == []
+    short.now = 1060
+    short.step()
+    assert short.session.withdrawn == ["a"]
+
+
+def test_freed_under_way_a_renewal_comes_too_late(short: Rig) -> None:
+    short.keeper.finish(turn("a"))
+    short.begin_step(order(60))
+    short.keeper.freed(["a"])
+    short.keeper.step_done()
+    assert short.session.renewals == []
+
+
+def test_renewed_up_to_the_maximum_age(short: Rig) -> None:
+    short.keeper.finish(turn("a"))
+    for _ in range(9):
+        short.now += 10
+        short.step(order(1000))
+    assert short.session.renewals[-1] == ("a", 1115.0)
+    assert short.keeper.counts["not_renewed:long_enough"] == 8
+    short.now = 1100
+    short.step(order(1000))
+    assert short.session.withdrawn == ["a"]
+
+
+def test_what_is_not_to_stay_is_not_renewed(short: Rig) -> None:
+    for name, first_block in (("a", 0), ("b", 20)):
+        short.keeper.finish(turn(name, first_block))
+    short.now += 30
+    short.step()
+    short.step(order(60, "a"), order(60, "unknown"))
+    short.step(ev.Withdrawn(RequestId("b"), ReleaseOutcome.CLAIMED), order(60, "b"))
+    assert short.session.renewals == []
+    assert short.session.withdrawn == ["a", "b"]
+
+
+def test_under_pressure_nothing_is_renewed(short: Rig) -> None:
+    short.keeper.finish(turn("a"))
+    short.keeper.finish(turn("b", 20))
+    short.step(free=9)
+    assert short.session.withdrawn == ["a"]
+    short.step(order(60, "b"))
+    assert short.keeper.counts["not_renewed:pressure"] == 1
+    short.now += 2
+    short.step(order(60, "b"))
+    assert [name for name, _ in short.session.renewals] == ["b"]
+
+
+def test_a_turn_whose_next_is_here_stays_up_to_the_maximum_age(short: Rig) -> None:
+    made = turn("a")
+    short.keeper.finish(made)
+    short.keeper.arrive("next", made.envelope)
+    short.keeper.arrive("next", made.envelope)
+    for _ in range(99):
+        short.now += 1
+        short.step()
+    assert short.session.withdrawn == []
+    short.now += 1
+    short.step()
+    assert short.session.withdrawn == ["a"]
+    short.keeper.finish(turn("b", 20, envelope=made.envelope))
+    short.keeper.leave("next")
+    short.keeper.leave("next")
+    short.now += 30
+    short.step()
+    assert short.session.withdrawn == ["a", "b"]
+
+
+def test_after_a_claim_timed_out_a_late_reader_is_given_time(rig: Rig) -> None:
+    rig.keeper.finish(turn("a"))
+    rig.step(ev.Registered(Registration(1, 10, 480, 40), first=True))
+    assert rig.step(ev.Ordered(RequestId("a"), ReleaseReason.CLAIM_TIMEOUT)) == []
+    rig.now += 40.1
+    assert rig.step() == ["a"]
+
+
+def test_leases_are_learned_from_returns(rig: Rig) -> None:
+    """One conversation in five goes on, after 10 to 15 s: leases end soon after, worth falls with time."""
+    key = ConversationKey("t", "m", "c")
+    ends = list[float]()
+    for number in range(1500):
+        name = f"r{number}"
+        rig.keeper.finish(turn(name, envelope=Envelope(key, 1 + number)))
+        announcement, expires_at = rig.session.announced[-1]
+        ends.append(expires_at - 15 - rig.now)
+        rig.now += 10 + number % 5
+        if number % 5 == 0:
+            back = Envelope(key, 2 + number, idle_s=10 + number % 5, lease_class=announcement.lease_class)
+            rig.keeper.arrive("next", back)
+            rig.keeper.leave("next")
+        rig.step(ev.Ordered(RequestId(name), ReleaseReason.SUPERSEDED))
+        rig.keeper.freed([name])
+    assert ends[0] == 480, "nothing is known yet"
+    recent = sorted(ends[-100:])
+    assert recent[50] < 60
+    rig.keeper.finish(turn("last"))
+    soon = rig.keeper._worth("last", 10)
+    rig.now += 100
+    assert soon > 5 * rig.keeper._worth("last", 10)
+
+
+def test_each_return_is_learned_once(rig: Rig) -> None:
+    made = Envelope(ConversationKey("t", "m", "c"), 2, idle_s=5.0, lease_class=7)
+    told = list[tuple[str, int, float]]()
+    rig.keeper.returns.returned = lambda *back: told.append(back)  # type: ignore[method-assign]
+    rig.keeper.arrive("a", made)
+    rig.keeper.arrive("a", made)
+    rig.keeper.arrive("b", replace(made, idle_s=None))
+    rig.keeper.arrive("c", replace(made, lease_class=None))
+    assert told == [("t", 7, 5.0)]
+
+
+@pytest.mark.parametrize(
+    ("reason", "read"), [(ReleaseReason.SUPERSEDED, True), (ReleaseReason.CONVERSATION_ENDED, False)]
+)
+def test_how_turns_ended_is_learned_once(rig: Rig, reason: ReleaseReason, read: bool) -> None:
+    told = list[tuple[float, bool]]()
+    rig.keeper.returns.ended = (  # type: ignore[method-assign]
+        lambda tenant_id, lease_class, lived_s, *, read: told.append((lived_s, read))
+    )
+    rig.keeper.finish(turn("a"))
+    rig.now += 7
+    rig.step(ev.Ordered(RequestId("a"), reason))
+    rig.keeper.freed(["a"])
+    assert told == [(7.0, read)]
+    rig.keeper.finish(turn("b"))
+    rig.now += 3
+    rig.keeper.freed(["b"])  # a reader said so, before anybody else did
+    terms = rig.keeper.finish(turn("c"))
+    assert terms is not None
+    rig.now = terms.blocks
+    rig.keeper.freed(["c"])  # by the worker itself
+    assert [ended for _, ended in told] == [read, True, False]
 
 
 def test_load_tells_what_is_retained(rig: Rig) -> None:

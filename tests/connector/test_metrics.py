@@ -219,7 +219,6 @@ def test_lines_at_debug_name_turns_and_tell_nothing(
         items=[],
         blocks=[1, 2, 3, 4, 5],
         params={},
-        expires_at=0.0,
     )
     for wanted in (False, True):
         monkeypatch.setattr("kvplane.connector.instruments.debugging", lambda _, wanted=wanted: wanted)

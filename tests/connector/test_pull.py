@@ -176,6 +176,21 @@ def test_a_freed_block_in_the_middle_is_never_read() -> None:
         assert made == PullPlan(0, [[], []], Outcome.MISMATCH, "blocks_gone")
 
 
+@pytest.mark.parametrize("told", ["b", "", None, 7])
+def test_an_engine_of_other_settings_is_told_apart_by_name(told: object) -> None:
+    made = plan(
+        offer(list(range(200)), kvplane_settings=told), list(range(300)), context=Context("m", settings="a")
+    )
+    assert made == PullPlan(0, [[]], Outcome.MISMATCH, "other_settings")
+
+
+def test_engines_of_equal_settings() -> None:
+    params = offer(list(range(200)), kvplane_settings="a")
+    chain = make_chain(Context("m", settings="a"), list(range(200)), CHUNK)
+    params["kvplane"]["fingerprint"]["chain"] = chain.hex()
+    assert plan(params, list(range(300)), context=Context("m", settings="a")).tokens == 200
+
+
 def test_a_layout_without_reuse_says_why() -> None:
     layout, held = CacheLayout((Group(16),), refusal="recurrent_model"), list(range(200))
     made = plan(offer(held, layout), [*held, 1], layout)

@@ -45,6 +45,7 @@ class Recorder:
         self.registration = Registration(1, 10, 480, 30)
         self.announced: list[Announcement] = []
         self.freed_requests: list[str] = []
+        self.renewals: list[tuple[str, float]] = []
         self.events: list[ev.Event] = []
         self.loads: list[EngineLoad] = []
         self.dropped = 0
@@ -60,6 +61,10 @@ class Recorder:
         self.announced.append(announcement)
 
     def withdraw(self, request_id: RequestId) -> bool:
+        return True
+
+    def renew(self, request_id: RequestId, *, expires_at: float) -> bool:
+        self.renewals.append((request_id, expires_at))
         return True
 
     def freed(self, request_id: RequestId) -> None:
@@ -162,7 +167,53 @@ def check_a_turn_is_announced_and_nothing_returned() -> None:
     assert sent.fingerprint.chain == make_chain(s._context, made.all_token_ids[:129], 64)
     sent_meta = meta(s)
     assert "r" in sent_meta.reqs_in_batch  # else the worker would never free a direct turn
-    assert "r" in sent_meta.reqs_to_send
+    left_s = sent_meta.reqs_to_send["r"] - under_test._clock()
+    assert 530 < left_s < 545, "480 s for the next turn, and then time for a last claim and its reader"
+    assert sent.lease_class is not None
+
+
+def check_a_renewed_deadline_reaches_the_worker_before_the_record() -> None:
+    s = scheduler()
+    made = finish(request(dict(DIRECT), 100, 30))
+    s.request_finished(made, blocks_of(made))
+    first = meta(s).reqs_to_send["r"]
+    s._session.events.append(ev.Registered(Registration(1, 10, 480, 30), True))
+    s._session.events.append(ev.RenewalOrdered(RequestId("r"), 900.0))
+    assert "r" not in meta(s).reqs_to_send  # no more than the control plane grants
+    s._session.events.append(ev.Registered(Registration(1, 10, 1000, 30), True))
+    s._session.events.append(ev.RenewalOrdered(RequestId("r"), 900.0))
+    assert 400 < meta(s).reqs_to_send["r"] - first < 430
+    s.step_done()
+    s.step_done()
+    assert s._session.renewals == []
+    s.step_done()
+    ((request_id, expires_at),) = s._session.renewals
+    assert request_id == "r"
+    assert 910 < expires_at - under_test._clock() < 920
+
+
+def check_agreed_blocks_keep_running_requests_from_preemption() -> None:
+    s = scheduler()
+    made = finish(request(dict(DIRECT), 100, 30))
+    s.request_finished(made, blocks_of(made))
+    assert not s.has_pending_block_frees()
+    s._session.events.append(ev.Ordered(RequestId("r"), under_test_reason()))
+    meta(s)
+    assert s.has_pending_block_frees()
+    s.update_connector_output(KVConnectorOutput(finished_sending={"r"}))
+    assert not s.has_pending_block_frees()
+
+
+def check_a_waiting_turns_own_conversation_goes_last() -> None:
+    s = scheduler()
+    for name, envelope in (("own", ENVELOPE), ("other", {**ENVELOPE, "conversation_id": "d"})):
+        made = finish(request({**DIRECT, "kvplane": envelope}, 100, 30, name))
+        s.request_finished(made, ([number + 10 * (name == "own") for number in range(1, 6)],))
+    s._pool.get_num_free_blocks = lambda: 8
+    s.get_num_new_matched_tokens(request(dict(DIRECT), 300, name="next"), 0)
+    meta(s)
+    assert s._keeper.retention.state("own").name == "RETAINED"
+    assert s._keeper.retention.state("other").name == "WITHDRAWING"
 
 
 def check_tokens_in_flight_are_not_announced() -> None:

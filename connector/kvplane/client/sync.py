@@ -7,13 +7,17 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from kvplane.client import events as ev
 from kvplane.client import model as m
 from kvplane.client.client import ControlPlaneClient
 from kvplane.client.outbox import Outbox
 from kvplane.client.session import EngineSession
+
+_MAX_WORKS = 1024
+_LAST_WORKS_S = 0.5
 
 
 class EngineSessionThread:
@@ -47,6 +51,8 @@ class EngineSessionThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: EngineSession | None = None
         self._stop: asyncio.Event | None = None
+        self._client: ControlPlaneClient | None = None
+        self._works: set[asyncio.Task[None]] = set()
         self._closed = False
 
     @property
@@ -107,6 +113,16 @@ class EngineSessionThread:
         """Set the load to report; sent within a second, only if it changed."""
         self._outbox.set_load(load)
 
+    def submit(self, work: Callable[[ControlPlaneClient], Coroutine[Any, Any, None]]) -> bool:
+        """Have `work` run on the session's thread, with the client. It hands results back by a Slot.
+
+        It must not raise, nor block. False: it is not run, since the session is not there or has too much to
+        do. At the end of the session what still runs is given half a second, and is then cancelled.
+        """
+        if self._session is None or self._closed or len(self._works) >= _MAX_WORKS:
+            return False
+        return self._call(lambda: self._begin(work))
+
     def start_incarnation(self) -> None:
         """Take all locations off the record by beginning a new incarnation; withdraw first."""
         session = self._session
@@ -137,8 +153,9 @@ class EngineSessionThread:
 
     async def _run(self) -> None:
         stop = asyncio.Event()
+        self._client = ControlPlaneClient(self._address)
         session = EngineSession(
-            ControlPlaneClient(self._address),
+            self._client,
             self._spec,
             self._outbox,
             self._push,
@@ -151,8 +168,18 @@ class EngineSessionThread:
         async with asyncio.TaskGroup() as tasks:
             run = tasks.create_task(session.run())
             await stop.wait()
+            if self._works:
+                await asyncio.wait(self._works, timeout=_LAST_WORKS_S)
+            for work in self._works:
+                work.cancel()
             await session.aclose()
             run.cancel()
+
+    def _begin(self, work: Callable[[ControlPlaneClient], Coroutine[Any, Any, None]]) -> None:
+        if self._client is not None:
+            task = asyncio.get_running_loop().create_task(work(self._client))
+            self._works.add(task)
+            task.add_done_callback(self._works.discard)
 
     def _push(self, event: ev.Event) -> None:
         last = self._events[-1] if self._events else None
@@ -168,8 +195,10 @@ class EngineSessionThread:
         if session is not None:
             self._call(session.wake)
 
-    def _call(self, function: Callable[[], object]) -> None:
+    def _call(self, function: Callable[[], object]) -> bool:
         loop = self._loop
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(function)
+                return True
+        return False

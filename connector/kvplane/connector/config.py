@@ -42,6 +42,9 @@ class ConnectorConfig:
         max_age_s: for how long renewals may keep a turn, from its end.
         metrics_port: of the engine's own /metrics; the rank within data parallelism is added. 0: none.
         metrics_host: address it listens at.
+        tenant_id: whose conversations these are where no router of ours says so.
+        ask_timeout_s: seconds a prefill request waits to learn where its conversation is, where no router of
+            ours says so; 0: it is not asked.
     """
 
     address: str
@@ -56,6 +59,8 @@ class ConnectorConfig:
     max_age_s: float = _MAX_AGE_S
     metrics_port: int = 0
     metrics_host: str = "127.0.0.1"
+    tenant_id: str = "default"
+    ask_timeout_s: float = 0.3
 
 
 _KEYS = tuple(f"{PREFIX}{name}" for name in ConnectorConfig.__slots__)
@@ -99,6 +104,8 @@ def read_config(
         max_age_s=max_age_s,
         metrics_port=_port(given.get("kvplane_metrics_port", 0)),
         metrics_host=_text(given, "kvplane_metrics_host").strip("[]") or "127.0.0.1",
+        tenant_id=_tenant_id(_text(given, "kvplane_tenant_id", "default")),
+        ask_timeout_s=_number(given, "kvplane_ask_timeout_s", 0.3, 30),
     )
 
 
@@ -167,14 +174,24 @@ def _port(value: Any) -> int:
 
 
 def _share(given: Mapping[str, Any], key: str, default: float) -> float:
+    return _number(given, key, default, 1)
+
+
+def _number(given: Mapping[str, Any], key: str, default: float, most: int) -> float:
     value = given.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ConfigError(f"{key}: {value!r} is not a number from 0 to 1")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        raise ConfigError(f"{key}: {value!r} is not a number from 0 to {most}")
     return float(value)
 
 
-def _text(given: Mapping[str, Any], key: str) -> str:
-    value = given.get(key, "")
+def _tenant_id(value: str) -> str:
+    if not 0 < len(value.encode(errors="replace")) <= 256:
+        raise ConfigError("kvplane_tenant_id: not of 1 to 256 bytes")
+    return value
+
+
+def _text(given: Mapping[str, Any], key: str, default: str = "") -> str:
+    value = given.get(key, default)
     if not isinstance(value, str):
         raise ConfigError(f"{key}: {value!r} is not a string")
     return value.strip()

@@ -14,9 +14,10 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvplane.client.model import EngineId, EngineProfile, EngineRole, EngineSpec
+from kvplane.client.model import ConversationKey, EngineId, EngineProfile, EngineRole, EngineSpec
 from kvplane.connector import compat
 from kvplane.connector.config import ConfigError, ConnectorConfig
+from kvplane.connector.envelope import is_id
 from kvplane.connector.fingerprint import Context, Item
 from kvplane.connector.groups import CacheLayout, Group
 from kvplane.connector.settings import digest, kv_settings
@@ -227,3 +228,17 @@ def _kv_dtype(vllm_config: Any) -> str:
     if dtype == "auto":
         dtype = str(vllm_config.model_config.dtype)
     return dtype.removeprefix("torch.")
+
+
+def conversation_key(tenant_id: str, model: str, request: Any) -> ConversationKey | None:
+    """Return whose turn a request is, with an empty conversation_id if it does not say; None if unusable.
+
+    The id is `conversation_id` in its kv_transfer_params, else the `session_id` that vLLM's API takes. The
+    engine does not know under which of its names the model was asked for.
+    """
+    ids = ((request.kv_transfer_params or {}).get("conversation_id"), getattr(request, "session_id", None))
+    conversation_id = next((str(value) for value in ids if is_id(value)), "")
+    adapter = request.lora_request.lora_name if request.lora_request is not None else ""
+    if not is_id(model) or (adapter and not is_id(adapter)):
+        return None
+    return ConversationKey(tenant_id, model, conversation_id, adapter)

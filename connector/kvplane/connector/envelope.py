@@ -16,6 +16,9 @@ from kvplane.client.model import ConversationKey, Fingerprint
 MEMBER = "kvplane"
 """Name of the member of kv_transfer_params."""
 
+SETTINGS = "kvplane_settings"
+"""Name of the member of kv_transfer_params that says what settings a holder's KV was made with (a digest)."""
+
 _MAX_ID_BYTES = 256
 _MAX_ENDPOINT_BYTES = 2048
 _MAX_CHUNK_TOKENS = 65536
@@ -74,7 +77,7 @@ def read_envelope(params: Mapping[str, Any] | None) -> Envelope | None:
         return None
     names = [body.get(name) for name in ("tenant_id", "model", "conversation_id")]
     adapter, turn, endpoint = body.get("adapter", ""), body.get("turn"), body.get("endpoint", "")
-    if not all(_is_id(name) for name in names) or not (adapter == "" or _is_id(adapter)):
+    if not all(is_id(name) for name in names) or not (adapter == "" or is_id(adapter)):
         return None
     if not _is_count(turn) or not isinstance(endpoint, str) or _size(endpoint) > _MAX_ENDPOINT_BYTES:
         return None
@@ -115,7 +118,8 @@ def _body(params: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     return body if isinstance(body, Mapping) else None
 
 
-def _is_id(value: object) -> bool:
+def is_id(value: object) -> bool:
+    """Whether a value is an id as the control plane takes them: a string of 1 to 256 bytes."""
     return isinstance(value, str) and 0 < _size(value) <= _MAX_ID_BYTES
 
 

@@ -52,10 +52,10 @@ class Group:
         None if some of them are gone. vLLM lines lists of both sides up at their ends, so this is exactly
         what a reader of `tokens` tokens has places for, less what is in its own cache.
         """
-        first = self.end(held) - len(blocks)
-        if not 0 <= first <= self.start(tokens):
+        first, start, end = self.end(held) - len(blocks), self.start(tokens), self.end(tokens)
+        if first < 0 or start < min(first, end):
             return None
-        needed = list(blocks[self.start(tokens) - first : self.end(tokens) - first])
+        needed = list(blocks[start - first : end - first]) if start < end else []
         return needed if all(needed) else None  # vLLM writes its placeholder, block 0, where it freed one
 
     def kept(self, blocks: Sequence[int], tokens: int) -> list[int] | None:

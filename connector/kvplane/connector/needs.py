@@ -38,6 +38,7 @@ NEEDS = (
             "request_finished_all_groups": ("request", "block_ids"),
             "update_connector_output": ("connector_output",),
             "get_kv_connector_stats": (),
+            "take_events": (),
             "start_load_kv": ("forward_context",),
             "reset_cache": (),
         },

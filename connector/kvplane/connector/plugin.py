@@ -54,6 +54,16 @@ class KVPlaneConnector(compat.ConnectorBase):  # type: ignore[misc]  # vLLM is n
         if self._kvplane is not None:
             self._kvplane.update_connector_output(connector_output)
 
+    def take_events(self) -> Any:
+        """See vLLM, which asks after every step, once the step's outcome is dealt with."""
+        if self._kvplane is not None:
+            self._kvplane.step_done()
+        return super().take_events()
+
+    def has_pending_block_frees(self) -> bool:
+        """See vLLM."""
+        return self._kvplane is not None and self._kvplane.has_pending_block_frees()
+
     def reset_cache(self) -> bool | None:
         """See vLLM. False while retained blocks are held: they are on their way out, try again."""
         return self._kvplane.reset_cache() if self._kvplane is not None else None

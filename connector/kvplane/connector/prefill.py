@@ -21,8 +21,18 @@ class _Pull:
     pulled_tokens: int = 0
     allocated: bool = False
     blocks: Set[int] = field(default_factory=frozenset)
+    reading: bool = False
     failed: bool = False
     lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A read that ended; `over` if its request had ended before."""
+
+    request_id: str
+    failed: bool
+    over: bool
 
 
 class PrefillLedger:
@@ -31,6 +41,7 @@ class PrefillLedger:
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
         self._pulls: dict[str, _Pull] = {}
+        self._left: dict[str, _Pull] = {}  # requests that ended, aborted, while their read was under way
         self.outcomes: Counter[str] = Counter()
         """How often each outcome was reported, and why, as "outcome" or "outcome:detail"."""
 
@@ -41,6 +52,10 @@ class PrefillLedger:
         """Note a new request. Idempotent."""
         if request_id not in self._pulls:
             self._pulls[request_id] = _Pull(self._monotonic())
+
+    def offered(self, request_id: str, at: float) -> None:
+        """Note that what there is to pull was found by this engine, at `at`: it waits since then."""
+        self._get(request_id).arrived = at
 
     def waited(self, request_id: str) -> float:
         """Return for how many seconds the request is here."""
@@ -74,15 +89,36 @@ class PrefillLedger:
         pull = self._get(request_id)
         if not pull.allocated:
             pull.allocated, pull.pulled_tokens = True, pulled_tokens
+            pull.reading = pulled_tokens > 0
             pull.blocks = frozenset(blocks) if pulled_tokens else frozenset()
 
-    def received(self, done: Iterable[str], failed: Set[str], invalid_blocks: Set[int]) -> None:
-        """Note reads that ended; which of them failed is said by request or by the blocks they filled."""
+    def reading(self, request_id: str) -> bool:
+        """Whether the request's read is under way."""
+        pull = self._pulls.get(request_id) or self._left.get(request_id)
+        return pull is not None and pull.reading
+
+    def received(self, done: Iterable[str], failed: Set[str], invalid_blocks: Set[int]) -> list[Read]:
+        """Note reads that ended, and return them.
+
+        Which of them failed is said by request or by the blocks they filled; of several ranks one may say so
+        before the last is done.
+        """
+        if invalid_blocks:
+            for pull in (*self._pulls.values(), *self._left.values()):
+                pull.failed |= bool(pull.blocks & invalid_blocks)
+        for request_id in failed:
+            late = self._pulls.get(request_id) or self._left.get(request_id)
+            if late is not None and late.reading:
+                late.failed = True
+        reads = list[Read]()
         for request_id in done:
-            pull = self._pulls.get(request_id)
-            if pull is not None:
-                pull.failed |= request_id in failed or bool(pull.blocks & invalid_blocks)
-                pull.blocks = frozenset()
+            ended, over = self._pulls.get(request_id), False
+            if ended is None:
+                ended, over = self._left.pop(request_id, None), True
+            if ended is not None and ended.reading:
+                ended.reading, ended.blocks = False, frozenset()
+                reads.append(Read(request_id, ended.failed, over))
+        return reads
 
     def report(self, request_id: str, prompt_tokens: int) -> dict[str, Any]:
         """Return what the router is told, and forget the request."""
@@ -91,6 +127,7 @@ class PrefillLedger:
         self.outcomes[f"{outcome}:{detail}" if detail else str(outcome)] += 1
         return {
             "outcome": str(outcome),
+            **({"detail": detail} if detail else {}),
             "reused_tokens": pull.pulled_tokens if outcome is Outcome.PULLED else 0,
             "matched_tokens": pull.plan.tokens if pull.plan else 0,
             "local_tokens": pull.local_tokens,
@@ -98,8 +135,10 @@ class PrefillLedger:
         }
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that ends without a report. Idempotent."""
-        self._pulls.pop(request_id, None)
+        """Forget a request that ends without a report, or once its read has ended. Idempotent."""
+        pull = self._pulls.pop(request_id, None)
+        if pull is not None and pull.reading:
+            self._left[request_id] = pull
 
     @staticmethod
     def _outcome(pull: _Pull) -> tuple[Outcome, str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvplane.connector.envelope import Outcome, read_promise
+from kvplane.connector.envelope import SETTINGS, Outcome, read_promise
 from kvplane.connector.fingerprint import Context, Hasher, Item, hash_chunks, matching_tokens
 from kvplane.connector.groups import CacheLayout
 
@@ -69,6 +69,8 @@ def plan_pull(
         return PullPlan(0, None, Outcome.MISMATCH, "transfer_mode")
     if layout.refusal:
         return PullPlan(0, nothing, Outcome.MISMATCH, layout.refusal)
+    if params.get(SETTINGS, context.settings) != context.settings:  # in the fingerprint too; this has a name
+        return PullPlan(0, nothing, Outcome.MISMATCH, "other_settings")
     if params.get("dcp_size", 1) != layout.dcp_size:
         return PullPlan(0, nothing, Outcome.MISMATCH, "dcp_size")
     if params.get("pp_size", 1) != 1:

@@ -9,6 +9,12 @@ Pure bookkeeping: no vLLM, no network, time injected. The life of what is kept:
 Nothing is freed early without an agreement: the control plane said that nobody can read it any more, or
 nobody was ever told of it, or the engine has been out of contact for so long that whatever was known of it
 is forgotten and whoever was reading is done.
+
+So blocks asked back come after an answer of the control plane and a step or two. Not to let requests wait
+that long, so much is asked back ahead as new requests lately took in a moment; nothing is retained while one
+waits all the same; and a running one that runs short waits a step for agreed blocks instead of being
+preempted. With the control plane out of reach what is retained stays for its lease and one claim timeout at
+most, and nothing is added to it if blocks are short.
 """
 
 from __future__ import annotations

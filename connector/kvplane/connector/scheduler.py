@@ -14,23 +14,27 @@ from kvplane.client.logs import get_logger, trace
 from kvplane.client.model import EngineRole
 from kvplane.client.sync import EngineSessionThread
 from kvplane.connector import compat
+from kvplane.connector.asking import Asker
 from kvplane.connector.chains import ChainCache
 from kvplane.connector.config import read_config
 from kvplane.connector.engine import (
     base_context,
     bytes_per_block,
     cache_layout,
+    conversation_key,
     describe_engine,
     request_context,
     request_items,
 )
-from kvplane.connector.envelope import MEMBER, Envelope, Outcome, read_envelope
+from kvplane.connector.envelope import MEMBER, SETTINGS, Envelope, Outcome, read_envelope
+from kvplane.connector.inquiry import Question
 from kvplane.connector.instruments import Instruments
 from kvplane.connector.keeper import FinishedTurn, Keeper
+from kvplane.connector.leases import Terms
 from kvplane.connector.lifecycle import LifeCycle
 from kvplane.connector.metrics import Meter, Snapshot
-from kvplane.connector.prefill import PrefillLedger
 from kvplane.connector.pull import PullPlan, offers_blocks, plan_pull
+from kvplane.connector.reader import Reader
 from kvplane.connector.retention import Retention
 from kvplane.connector.watch import EngineWatch
 
@@ -47,7 +51,9 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
         self._layout = cache_layout(vllm_config, kv_cache_config)
         self._context = base_context(vllm_config, kv_cache_config, engine_id)
         self._chains = ChainCache()
-        self._ledger = PrefillLedger(_clock)
+        self._reader = Reader(_clock)
+        self._ledger = self._reader.ledger
+        self._model = ""
         self._watch = EngineWatch.of_caller()
         self._life = LifeCycle(
             self._watch.state,
@@ -90,7 +96,24 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
             floor=self._kvplane.free_block_floor,
             monotonic=_clock,
         )
-        self._keeper = Keeper(self._kvplane, self._session, retention, monotonic=_clock, chains=self._chains)
+        self._keeper = Keeper(
+            self._kvplane,
+            self._session,
+            retention,
+            monotonic=_clock,
+            block_tokens=self._layout.block_size,
+            chains=self._chains,
+        )
+        self._model = spec.served_models[0]
+        if spec.role is not EngineRole.DECODE and self._kvplane.ask_timeout_s > 0:
+            self._reader.asker = Asker(
+                self._session,
+                engine_id=self.engine_id,
+                layout=self._layout,
+                chunk_tokens=self._kvplane.chunk_tokens,
+                timeout_s=self._kvplane.ask_timeout_s,
+                monotonic=_clock,
+            )
         self._sight.start(self._keeper, self._session, self._ledger.outcomes)
         self._watch.tell(self._on_change)
         self._session.start()
@@ -161,6 +184,9 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
         if _is_prefill(request):
             matched = self._match_for_prefill(request, num_computed_tokens)
         else:
+            envelope = self._envelope(request)
+            if envelope is not None and self._keeper is not None:
+                self._keeper.arrive(request.request_id, envelope)
             matched = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return matched
 
@@ -170,11 +196,13 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
         request_id = request.request_id
         self._admitted.add(request_id)
         if self._waiting is request:
+            if self._keeper is not None:
+                self._keeper.admitted(self._wanted_blocks(request))
             self._waiting = None
         if _is_prefill(request):
             reading = self._reqs_need_recv.get(request_id)
             into = {block for group in reading[1] for block in group} if reading is not None else set()
-            self._ledger.allocated(request_id, num_external_tokens, into)
+            self._reader.allocated(request_id, num_external_tokens, into)
         elif self._envelope(request) is not None:
             # Without do_remote_prefill (a direct turn) vLLM's worker would never hear of the request, and
             # then ignore its deadline, its release and its read: its blocks would stay for good.
@@ -185,6 +213,7 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
         self._live.discard(request.request_id)
         self._admitted.discard(request.request_id)
         if self._keeper is not None:
+            self._keeper.leave(request.request_id)
             self._report_load(self._keeper)  # there may be no step for a long time
         delay: bool
         delay, params = super().request_finished(request, block_ids)
@@ -201,15 +230,26 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
     def update_connector_output(self, connector_output: Any) -> None:
         """See vLLM; notes which reads ended and which retained blocks are free again."""
         compat.call_if_there(super(), "update_connector_output", connector_output)
-        if connector_output.finished_recving:
-            self._ledger.received(
-                connector_output.finished_recving,
-                getattr(connector_output, "failed_recving", None) or frozenset(),
-                connector_output.invalid_block_ids or frozenset(),
-            )
+        done = connector_output.finished_recving or frozenset()
+        failed = getattr(connector_output, "failed_recving", None) or frozenset()
+        invalid = connector_output.invalid_block_ids or frozenset()
+        if done or failed or invalid:
+            self._reader.received(done, failed, invalid)
         if connector_output.finished_sending and self._keeper is not None:
             self._keeper.freed(connector_output.finished_sending)
             self._report_load(self._keeper)
+
+    def step_done(self) -> None:
+        """Note that the outcome of a step is dealt with; what it freed came in `update_connector_output`."""
+        try:
+            if self._keeper is not None:
+                self._keeper.step_done()
+        except Exception as error:
+            self._fault("step_done", error)
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks come free in the next steps, so that no running request need be preempted."""
+        return self._keeper is not None and self._keeper.retention.frees_soon
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """See vLLM; also the step in which retained blocks are looked after."""
@@ -231,15 +271,18 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
             self._keeper.counts[f"not_retained:{self._life.refusal}"] += 1
             return False
         turn: FinishedTurn | None = None
-        kept = False
+        terms: Terms | None = None
         try:
             turn = self._finished_turn(request, block_ids, params, self._keeper)
-            kept = turn is not None and self._keeper.finish(turn)
+            terms = self._keeper.finish(turn) if turn is not None else None
         except Exception as error:
             self._fault("announce", error)
+        if terms is not None:
+            self._reqs_need_send[request.request_id] = terms.blocks
         if turn is not None:
-            self._sight.retained(turn, ttl_s=turn.expires_at - _clock(), kept=kept)
-        return kept
+            ttl_s = terms.idle - _clock() if terms is not None else 0.0
+            self._sight.retained(turn, ttl_s=ttl_s, kept=terms is not None)
+        return terms is not None
 
     def _finished_turn(
         self, request: Any, block_ids: Any, params: dict[str, Any], keeper: Keeper
@@ -255,6 +298,7 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
             keeper.counts["not_retained:blocks_gone"] += 1
             return None
         params.update(remote_block_ids=blocks, remote_num_tokens=tokens)
+        params[SETTINGS] = self._context.settings
         if self._kvplane.remote_host:
             params["remote_host"] = self._kvplane.remote_host
         return FinishedTurn(
@@ -265,7 +309,8 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
             items=request_items(request),
             blocks=[block for group in block_ids for block in group if block],
             params=params,
-            expires_at=self._reqs_need_send[request.request_id],
+            prompt_tokens=request.num_prompt_tokens,
+            finish="length" if request.status.name == "FINISHED_LENGTH_CAPPED" else "stop",
         )
 
     def _look_after(self) -> None:
@@ -274,16 +319,17 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
         waiting, self._waiting = self._waiting, None
         wanted, spare = 0, None
         if waiting is not None:
-            block_size = self._layout.block_size
-            wanted = (
-                self._layout.blocks_for(waiting.num_tokens) + 1 - self._waiting_local_tokens // block_size
-            )
-            spare = self._envelope(waiting)
+            wanted, spare = self._wanted_blocks(waiting), self._envelope(waiting)
         given_up = self._life.step(keeper.retention, live=bool(self._live))
-        freed = keeper.step(free_blocks, wanted_blocks=max(0, wanted), spare=spare)
-        for request_id in (*given_up, *freed):
-            self._reqs_need_send[request_id] = _clock()  # due now: the worker lets go of it in this step
+        # The worker takes them over in this step; what is due now it lets go of.
+        self._reqs_need_send.update(keeper.step(free_blocks, wanted_blocks=wanted, spare=spare))
+        self._reqs_need_send.update(dict.fromkeys(given_up, _clock()))
         self._report_load(keeper)
+
+    def _wanted_blocks(self, request: Any) -> int:
+        """Return about how many free blocks a request takes that was just asked about."""
+        local_blocks = self._waiting_local_tokens // self._layout.block_size
+        return max(0, self._layout.blocks_for(request.num_tokens) + 1 - local_blocks)
 
     def _report_load(self, keeper: Keeper) -> None:
         keeper.report_load(
@@ -298,6 +344,9 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
         request_id, params = request.request_id, request.kv_transfer_params
         self._ledger.arrive(request_id)
         matched: tuple[int | None, bool] = 0, False
+        if not self._settled(request, local_tokens):
+            self._waiting = None  # not for blocks
+            return None, False
         if self._ledger.may_pull(request_id):
             self._verify(request)
             if not (self.use_host_buffer and params.get("remote_block_ids")):
@@ -307,11 +356,47 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
 
     def _with_report(self, request: Any, params: dict[str, Any] | None) -> dict[str, Any] | None:
         if params is None:
-            self._ledger.forget(request.request_id)
+            self._reader.forget(request.request_id)
             return None
-        report = self._ledger.report(request.request_id, request.num_prompt_tokens)
+        report = self._reader.report(request.request_id, request.num_prompt_tokens)
         self._sight.handed_over(report, request.request_id, block_size=self._layout.block_size)
         return {**params, MEMBER: report}
+
+    def _settled(self, request: Any, local_tokens: int) -> bool:
+        """Whether it is known what the request may pull; see Reader."""
+        request_id, params = request.request_id, request.kv_transfer_params
+        known = self._ledger.plan(request_id)
+        try:
+            settled = self._reader.settle(request_id, params, lambda: self._question(request, local_tokens))
+            plan = self._ledger.plan(request_id)
+            if plan is not None and plan is not known:
+                offered = self._reader.offered_tokens(request_id)
+                self._sight.meter.compared(offered, plan.tokens, plan.outcome)
+            return settled
+        except Exception as error:
+            self._fault("ask", error)
+            return True
+
+    def _question(self, request: Any, local_tokens: int) -> Question | None:
+        """Return what to ask about a request; None if its KV cannot be named, or not be kept either."""
+        try:
+            context = request_context(self._context, request)
+            key = conversation_key(self._kvplane.tenant_id, self._model, request)
+            if context is None or key is None or self._layout.refusal:
+                return None
+            unreadable = self.use_host_buffer or getattr(request, "skip_reading_prefix_cache", False)
+            return Question(
+                key,
+                context,
+                tokens=request.prompt_token_ids,
+                items=request_items(request),
+                local_tokens=local_tokens,
+                least_tokens=0 if unreadable else max(1, self.kv_recompute_threshold),
+                avoided=self._reader.breaker.held(),
+            )
+        except Exception as error:
+            self._fault("ask", error)
+            return None
 
     def _verify(self, request: Any) -> None:
         """Cut what the request is to pull to what is equal; once, and again only if it waited too long."""
@@ -321,10 +406,13 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
         if plan is None:
             if not offers_blocks(params):
                 return
-            plan = self._plan(request, too_late)
+            plan = self._reader.admitted(
+                request_id, self._plan(request, too_late), params.get("remote_engine_id")
+            )
             self._sight.meter.compared(params.get("remote_num_tokens"), plan.tokens, plan.outcome)
         elif too_late and plan.outcome is None:
             plan = PullPlan(0, None, Outcome.COLD, "queued_too_long")
+            self._reader.dropped(request_id)
         else:
             return
         self._ledger.planned(request_id, plan)

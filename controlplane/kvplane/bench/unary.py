@@ -1,4 +1,8 @@
-"""Unary lookup, begin-turn and claim, each against a bare unary call with as many bytes both ways."""
+"""Unary lookup, begin-turn and claim, each against bare unary calls with as many bytes both ways.
+
+Against an echo of bytes, which shows all that is above gRPC; and against an echo of messages, which reads and
+writes protobuf as every server must, and so shows what the control plane itself takes.
+"""
 
 from __future__ import annotations
 
@@ -64,6 +68,11 @@ class _Done:
         return len(self.latencies_s) / self.stretch.elapsed_s
 
 
+_Compared = tuple[_Done, _Done, _Done]
+"""By the control plane, by an echo of bytes, by an echo of messages."""
+_End = tuple[Server, grpc.aio.Channel]
+
+
 async def _calls(
     server: Server, channel: grpc.aio.Channel, method: str, requests: Sequence[bytes], in_flight: int
 ) -> _Done:
@@ -99,6 +108,7 @@ async def run(options: Options, core: int | None) -> list[Row]:
         served(options, "plane", core) as (plane, channel),
         served(options, "echo", core) as (bare, bare_channel),
     ):
+        ends = (plane, channel), (bare, bare_channel)
         engine = await Engine.attached(channel)
         made = payload.conversations("unary-warm-up", options.blocks)
         await engine.retain(made, range(_WARM_UP))
@@ -112,7 +122,7 @@ async def run(options: Options, core: int | None) -> list[Row]:
                 rate = _WARM_UP / bare_done.stretch.elapsed_s
                 counts[in_flight] = max(_IN_FLIGHT[-1], round(rate * options.seconds))
         await engine.free(made.request_id(number) for number in range(_WARM_UP))
-        results: dict[tuple[str, int], list[tuple[_Done, _Done]]] = {}
+        results: dict[tuple[str, int], list[_Compared]] = {}
         for number in range(options.rounds):
             for in_flight in _IN_FLIGHT:
                 made = payload.conversations(f"unary-{number}-{in_flight}", options.blocks)
@@ -122,32 +132,58 @@ async def run(options: Options, core: int | None) -> list[Row]:
                     options.progress(
                         f"unary: round {number + 1} of {options.rounds}, {kind.name}, {in_flight} in flight"
                     )
-                    requests = [kind.request(made, index).SerializeToString() for index in range(count)]
-                    bare_method = echo.unary_method(sizes[kind.name])
-                    if number % 2:
-                        other = await _calls(bare, bare_channel, bare_method, requests, in_flight)
-                    own = await _calls(plane, channel, _SERVICE + kind.method, requests, in_flight)
-                    if not number % 2:
-                        other = await _calls(bare, bare_channel, bare_method, requests, in_flight)
-                    _check(kind, made, own, count)
-                    own.answers.clear()
-                    other.answers.clear()
-                    results.setdefault((kind.name, in_flight), []).append((own, other))
+                    results.setdefault((kind.name, in_flight), []).append(
+                        await _compared(kind, made, count, in_flight, sizes[kind.name], ends, first=number)
+                    )
                 await engine.free(made.request_id(index) for index in range(count))
         await engine.aclose()
-    return [_row(name, in_flight, pairs, sizes[name]) for (name, in_flight), pairs in sorted(results.items())]
+    return [
+        _row(name, in_flight, done, sizes[name], against)
+        for (name, in_flight), done in sorted(results.items())
+        for against in (1, 2)
+    ]
 
 
-def _row(name: str, in_flight: int, pairs: Sequence[tuple[_Done, _Done]], answer_bytes: int) -> Row:
+async def _compared(
+    kind: _Kind,
+    made: payload.Conversations,
+    count: int,
+    in_flight: int,
+    answer_bytes: int,
+    ends: tuple[_End, _End],
+    *,
+    first: int,
+) -> _Compared:
+    """Make the same calls to the control plane and to both echoes, beginning with the `first` of these."""
+    requests = [kind.request(made, index).SerializeToString() for index in range(count)]
+    plane, bare = ends
+    calls = [
+        (plane, _SERVICE + kind.method),
+        (bare, echo.unary_method(answer_bytes)),
+        (bare, echo.messages_method(kind.method, answer_bytes)),
+    ]
+    done: dict[int, _Done] = {}
+    for turn in range(3):
+        which = (first + turn) % 3
+        end, method = calls[which]
+        done[which] = await _calls(*end, method, requests, in_flight)
+    _check(kind, made, done[0], count)
+    for each in done.values():
+        each.answers.clear()
+    return done[0], done[1], done[2]
+
+
+def _row(name: str, in_flight: int, done: Sequence[_Compared], answer_bytes: int, against: int) -> Row:
     single = in_flight == 1
+    what = f"{name}: p50, 1 in flight" if single else f"{name}: {in_flight} in flight"
     return Row(
         "unary",
-        f"{name}: p50, 1 in flight" if single else f"{name}: {in_flight} in flight",
+        f"{what}, over an echo of {'bytes' if against == 1 else 'messages'}",
         "ms" if single else "/s",
-        tuple(own.figure(in_flight) for own, _ in pairs),
-        tuple(other.figure(in_flight) for _, other in pairs),
+        tuple(each[0].figure(in_flight) for each in done),
+        tuple(each[against].figure(in_flight) for each in done),
         Target(1.25, at_most=True, of=Of.RATIO) if single else Target(0.8, at_most=False, of=Of.RATIO),
-        mean_cpu([own.stretch.cpu for own, _ in pairs]),
-        mean_cpu([other.stretch.cpu for _, other in pairs]),
+        mean_cpu([each[0].stretch.cpu for each in done]),
+        mean_cpu([each[against].stretch.cpu for each in done]),
         f"answers of {answer_bytes} bytes",
     )

@@ -66,7 +66,9 @@ def bench_rpc(
     (server/client): a rate says something about the control plane only while the server's is near 100 % and
     the client's is not. "per core" is what a rate would be if nothing else had used the server's core. The
     bare server is a grpc.aio server on the same event loop that answers as many bytes and does nothing
-    else, not even protobuf. Ratios hold on other machines, absolute figures do not.
+    else, not even protobuf; single calls are also compared with an echo of messages, which reads each
+    request and writes each answer as protobuf, as any server must. Ratios hold on other machines,
+    absolute figures do not.
 
     unary: lookup, begin-turn and claim as single calls. turns: begin-turn and claim over the Turns stream;
     each conversation is announced before and claimed once, and all answers are checked. attach:

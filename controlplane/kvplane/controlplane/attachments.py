@@ -195,8 +195,9 @@ class Attachments:
         if request.freed:
             await self._each([self._freed(at, wire) for wire in request.freed])
         if request.announcements:
-            answer.announcements.extend(
-                await self._each([self._announce(at, stream, w, delay_s) for w in request.announcements])
+            results = answer.announcements
+            await self._each(
+                [self._announce(at, stream, wire, delay_s, results.add()) for wire in request.announcements]
             )
         if request.withdrawals:
             answer.withdrawals.extend(
@@ -230,8 +231,13 @@ class Attachments:
         return convert.renewed_out(request_id, granted_s)
 
     async def _announce(
-        self, at: tuple[str, int], stream: int, wire: common_pb2.Announcement, delay_s: float
-    ) -> common_pb2.AnnouncementResult:
+        self,
+        at: tuple[str, int],
+        stream: int,
+        wire: common_pb2.Announcement,
+        delay_s: float,
+        answer: common_pb2.AnnouncementResult,
+    ) -> None:
         engine_id, engine_epoch = at
         try:
             validate.announcement(wire, engine_id, "announcements")
@@ -240,7 +246,7 @@ class Attachments:
         except (InvalidFieldError, EngineDrainingError, InvalidStoreRequestError) as error:
             log.warning("announcement_refused", engine_id=engine_id, cause=str(error))
             result = m.Announced(m.AnnounceOutcome.REFUSED, detail=str(error))
-        return convert.announced_out(wire.request_id, result)
+        convert.write_announced(answer, wire.request_id, result)
 
     async def waiting_orders(self, engine_id: str, engine_epoch: int) -> list[m.Order]:
         """Return the orders that wait for an incarnation."""

@@ -115,14 +115,12 @@ _MISS_REASONS = {
 }
 
 
-def announced_out(request_id: str, value: m.Announced) -> common_pb2.AnnouncementResult:
-    """Return what became of an announcement as a message."""
-    return common_pb2.AnnouncementResult(
-        request_id=request_id,
-        outcome=_ANNOUNCE_OUTCOMES[value.outcome],
-        granted_ttl=duration(value.granted_ttl_s),
-        detail=value.detail,
-    )
+def write_announced(wire: common_pb2.AnnouncementResult, request_id: str, value: m.Announced) -> None:
+    """Write what became of an announcement into an empty message."""
+    wire.request_id = request_id
+    wire.outcome = _ANNOUNCE_OUTCOMES[value.outcome]
+    _write_milliseconds(wire.granted_ttl, int(value.granted_ttl_s * 1000))
+    wire.detail = value.detail
 
 
 def renewed_out(request_id: str, granted_s: float | None) -> common_pb2.RenewalResult:

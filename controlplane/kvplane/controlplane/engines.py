@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import structlog
+from msgspec import Struct
 
 from kvplane.controlplane import keys, records
 from kvplane.controlplane import model as m
@@ -39,8 +40,7 @@ class LiveEngine:
         return self.engine.contact is m.EngineContact.ATTACHED
 
 
-@dataclass(frozen=True, slots=True)
-class Required:
+class Required(Struct, frozen=True, gc=False):
     """A live incarnation, and the compare that fences a write with it."""
 
     engine: m.Engine

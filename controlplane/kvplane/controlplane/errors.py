@@ -27,6 +27,10 @@ class InvalidFieldError(DomainError):
         self.field = field
         self.problem = problem
 
+    def within(self, outer: str) -> InvalidFieldError:
+        """Return the error of the same field as part of an outer one."""
+        return InvalidFieldError(f"{outer}.{self.field}", self.problem)
+
 
 class UnknownEngineError(DomainError):
     """The engine has no lease. It must register (again)."""

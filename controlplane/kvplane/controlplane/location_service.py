@@ -55,7 +55,9 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         validate.announcement(request.announcement, engine_id)
         value = convert.announcement_in(request.announcement)
         result = await self._locations.announce(engine_id, engine_epoch, value)
-        return location_pb2.AnnounceLocationResponse(result=convert.announced_out(value.request_id, result))
+        answer = location_pb2.AnnounceLocationResponse()
+        convert.write_announced(answer.result, value.request_id, result)
+        return answer
 
     # Lookup, begin-turn, claim, release and touch come as calls of their own and over Turns. Each is made in
     # two steps: `perform` has the answer as a value, `write` puts it where it goes on its way.

@@ -75,11 +75,11 @@ class Locations:
             return Decision(m.Announced(m.AnnounceOutcome.SUPERSEDED), compares)
         if holding.value is not None and holding.value.location_key != location_key:
             raise InvalidFieldError("announcement.request_id", "was announced for another conversation")
-        known, current = turns.value or m.Turns(), stored.value
-        if value.turn > max(known.latest_turn, ledger.clock.now_ms() + _TURN_AHEAD_MS):
+        known, current, now = turns.value or m.Turns(), stored.value, ledger.clock.now_ms()
+        if value.turn > max(known.latest_turn, now + _TURN_AHEAD_MS):
             raise InvalidFieldError("announcement.turn", "is no number that BeginTurn has given")
         is_known = current is not None and current.holder == holder
-        location = self._location(holder, value, engine)
+        location = self._location(holder, value, engine, now)
         if not is_known:
             if engine.draining:
                 raise EngineDrainingError(engine.spec.engine_id)
@@ -99,7 +99,7 @@ class Locations:
                     unknown=current.unknown,
                 )
                 if abs(location.deadline_ms - current.deadline_ms) < _SAME_MS:
-                    return Decision(self._accepted(current), compares)
+                    return Decision(_accepted(current, now), compares)
             else:
                 writes = self._releases.replacing(current, m.ReleaseReason.SUPERSEDED)
                 if current.turn == location.turn:  # the same blocks, on record for an earlier incarnation
@@ -114,15 +114,14 @@ class Locations:
                 known,
                 latest_turn=max(known.latest_turn, value.turn),
                 settled_turn=max(known.settled_turn, value.turn),
-                settled_at_ms=ledger.clock.now_ms(),
+                settled_at_ms=now,
                 lease_class=value.lease_class,
                 wanted_until_ms=0 if value.turn >= known.latest_turn else known.wanted_until_ms,
             )
             writes.append(ledger.keep_turns(turns_key, settled, self._settings.turns_kept_ms))
-        return Decision(self._accepted(location), compares, writes)
+        return Decision(_accepted(location, now), compares, writes)
 
-    def _location(self, holder: m.Holder, value: m.Announcement, engine: m.Engine) -> m.Location:
-        now = self._ledger.clock.now_ms()
+    def _location(self, holder: m.Holder, value: m.Announcement, engine: m.Engine, now: int) -> m.Location:
         ttl_s = min(value.ttl_s, self._settings.max_location_ttl_s)
         not_before_ms = 0
         if value.reannounced:
@@ -136,14 +135,10 @@ class Locations:
             value.kv_transfer_params,
             value.fingerprint,
             now + int(ttl_s * 1000),
-            not_before_ms if not_before_ms > self._ledger.clock.patient_ms() else 0,
+            not_before_ms if not_before_ms and not_before_ms > self._ledger.clock.patient_ms() else 0,
             engine.spec.endpoint or value.endpoint,
             engine.spec.data_parallel_rank,
         )
-
-    def _accepted(self, location: m.Location) -> m.Announced:
-        left_ms = location.deadline_ms - self._ledger.clock.now_ms()
-        return m.Announced(m.AnnounceOutcome.ACCEPTED, max(0.0, left_ms / 1000))
 
     def lookup(self, key: m.ConversationKey) -> m.Found | m.MissReason:
         """Return what could be claimed now, taking nothing: as old as the mirror may be.
@@ -234,6 +229,10 @@ class Locations:
                         return found, start, revision
                 more = page.more
         return found, b"", revision
+
+
+def _accepted(location: m.Location, now: int) -> m.Announced:
+    return m.Announced(m.AnnounceOutcome.ACCEPTED, max(0.0, (location.deadline_ms - now) / 1000))
 
 
 def _claimed(raw: bytes) -> m.Location:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 import orjson
@@ -91,15 +92,25 @@ def wait(value: Duration) -> float:
 
 def key(wire: common_pb2.ConversationKey, field: str = "key") -> None:
     """Check a conversation key."""
-    scope(wire, field)
-    text(f"{field}.conversation_id", wire.conversation_id)
+    try:
+        _scope(wire)
+        text("conversation_id", wire.conversation_id)
+    except InvalidFieldError as error:
+        raise error.within(field) from None
 
 
 def scope(wire: common_pb2.ConversationKey, field: str = "key") -> None:
     """Check all of a conversation key but the conversation's id."""
-    text(f"{field}.tenant_id", wire.tenant_id)
-    text(f"{field}.model", wire.model)
-    text(f"{field}.adapter", wire.adapter, optional=True)
+    try:
+        _scope(wire)
+    except InvalidFieldError as error:
+        raise error.within(field) from None
+
+
+def _scope(wire: common_pb2.ConversationKey) -> None:
+    text("tenant_id", wire.tenant_id)
+    text("model", wire.model)
+    text("adapter", wire.adapter, optional=True)
 
 
 def spec(wire: engine_pb2.EngineSpec) -> None:
@@ -138,34 +149,46 @@ def spec(wire: engine_pb2.EngineSpec) -> None:
 
 def endpoint(field: str, value: str) -> None:
     """Check an HTTP base URL; empty is allowed."""
-    if not value:
-        return
+    if value and not _is_base_url(value):
+        raise InvalidFieldError(field, 'must be an HTTP base URL such as "http://10.0.0.7:8200"')
+
+
+@lru_cache(maxsize=1024)  # engines say the same with every announcement
+def _is_base_url(value: str) -> bool:
     try:
         parts = urlsplit(value)
         usable = parts.port != 0 and bool(_HOST.fullmatch(parts.hostname or ""))
     except ValueError:
-        usable = False
-    if not usable or parts.scheme not in ("http", "https") or parts.path.strip("/") or "@" in parts.netloc:
-        raise InvalidFieldError(field, 'must be an HTTP base URL such as "http://10.0.0.7:8200"')
+        return False
+    is_http = parts.scheme in ("http", "https")
+    return usable and is_http and not parts.path.strip("/") and "@" not in parts.netloc
 
 
 def announcement(wire: common_pb2.Announcement, engine_id: str, field: str = "announcement") -> None:
     """Check an announcement of an engine, its kv_transfer_params included."""
-    key(wire.key, f"{field}.key")
-    text(f"{field}.request_id", wire.request_id)
-    positive(f"{field}.turn", wire.turn)
-    positive(f"{field}.token_count", wire.token_count)
-    positive(f"{field}.block_count", wire.block_count)
-    span(f"{field}.ttl", wire.ttl)
-    text(f"{field}.endpoint", wire.endpoint, most=2048, optional=True)
-    endpoint(f"{field}.endpoint", wire.endpoint)
+    try:
+        _announcement(wire, engine_id)
+    except InvalidFieldError as error:  # names are put together only where they are needed
+        raise error.within(field) from None
+
+
+def _announcement(wire: common_pb2.Announcement, engine_id: str) -> None:
+    token_count, params, fingerprint = wire.token_count, wire.kv_transfer_params, wire.fingerprint
+    key(wire.key)
+    text("request_id", wire.request_id)
+    positive("turn", wire.turn)
+    positive("token_count", token_count)
+    positive("block_count", wire.block_count)
+    span("ttl", wire.ttl)
+    text("endpoint", wire.endpoint, most=2048, optional=True)
+    endpoint("endpoint", wire.endpoint)
     if not 0 <= wire.lease_class <= MAX_LEASE_CLASS:
-        raise InvalidFieldError(f"{field}.lease_class", f"must be 0 to {MAX_LEASE_CLASS}")
-    _fingerprint(wire.fingerprint, wire.token_count, f"{field}.fingerprint")
-    _params(wire.kv_transfer_params, engine_id, f"{field}.kv_transfer_params")
-    if len(wire.kv_transfer_params) + len(wire.fingerprint.chain) > MAX_RECORD_BYTES:
+        raise InvalidFieldError("lease_class", f"must be 0 to {MAX_LEASE_CLASS}")
+    chain_bytes = _fingerprint(fingerprint, token_count, "fingerprint")
+    _params(params, engine_id, "kv_transfer_params")
+    if len(params) + chain_bytes > MAX_RECORD_BYTES:
         raise InvalidFieldError(
-            f"{field}.kv_transfer_params",
+            "kv_transfer_params",
             f"and fingerprint.chain together must be at most {MAX_RECORD_BYTES} bytes;"
             " use larger KV blocks or a larger chunk_tokens",
         )
@@ -178,12 +201,14 @@ def prompt(wire: common_pb2.Fingerprint, field: str = "fingerprint") -> None:
         raise InvalidFieldError(f"{field}.chain", f"must have one or more entries of {HASH_BYTES} bytes")
 
 
-def _fingerprint(wire: common_pb2.Fingerprint, token_count: int, field: str) -> None:
+def _fingerprint(wire: common_pb2.Fingerprint, token_count: int, field: str) -> int:
+    """Check a fingerprint; returns the size of its chain."""
     _chain(wire, field)
-    entries = -(-token_count // wire.chunk_tokens)
-    if len(wire.chain) != entries * HASH_BYTES:
+    chain_bytes, entries = len(wire.chain), -(-token_count // wire.chunk_tokens)
+    if chain_bytes != entries * HASH_BYTES:
         problem = f"must have {entries} entries of {HASH_BYTES} bytes for {token_count} tokens"
         raise InvalidFieldError(f"{field}.chain", problem)
+    return chain_bytes
 
 
 def _chain(wire: common_pb2.Fingerprint, field: str) -> None:
@@ -204,7 +229,7 @@ def _params(raw: bytes, engine_id: str, field: str) -> None:
         raise InvalidFieldError(field, "must be a JSON object")
     for name in PARAMS_NEEDED:
         value = params.get(name)
-        if value is None or value == "" or value == []:
+        if not value and value in (None, "", []):
             raise InvalidFieldError(f"{field}.{name}", "is missing: the reader could not reach the blocks")
     if params["remote_engine_id"] != engine_id:
         raise InvalidFieldError(f"{field}.remote_engine_id", "must be the announcing engine's own id")

@@ -20,8 +20,12 @@ COLD_PARAMS: Mapping[str, Any] = {
     "remote_block_ids": None,
     "remote_host": None,
     "remote_port": None,
+    "kvplane": {"router": True},
 }
-"""Tells a prefill engine that another engine will read what it computes."""
+"""Tells a prefill engine that another engine will read what it computes.
+
+And that a router of ours is at work, which asks the control plane itself.
+"""
 
 _BETWEEN_ENGINES = frozenset({"kv_transfer_params", "ec_transfer_params"})
 """What engines tell each other through the router; never taken from a client."""

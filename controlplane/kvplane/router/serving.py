@@ -231,6 +231,7 @@ class TurnServer:
                 "do_remote_decode": True,
                 "do_remote_prefill": False,
                 "kvplane": {
+                    "router": True,
                     "fingerprint": {
                         "chunk_tokens": location.fingerprint.chunk_tokens,
                         "chain": location.fingerprint.chain.hex(),

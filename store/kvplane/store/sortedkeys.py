@@ -21,28 +21,35 @@ class SortedKeys:
 
     def add(self, key: bytes) -> None:
         """Add a key that is not in it yet."""
-        if not self._chunks:
-            self._chunks.append([key])
-            self._last.append(key)
-            return
-        place = min(bisect_left(self._last, key), len(self._chunks) - 1)
-        chunk = self._chunks[place]
-        insort(chunk, key)
+        last = self._last
+        place = bisect_left(last, key)
+        if place == len(last):  # behind all
+            if not last:
+                self._chunks.append([])
+                last.append(key)
+            else:
+                place -= 1
+                last[place] = key
+            chunk = self._chunks[place]
+            chunk.append(key)
+        else:
+            chunk = self._chunks[place]
+            insort(chunk, key)
         if len(chunk) > 2 * _CHUNK_KEYS:
             self._chunks.insert(place + 1, chunk[_CHUNK_KEYS:])
-            self._last.insert(place + 1, chunk[-1])
+            last.insert(place + 1, chunk[-1])
             del chunk[_CHUNK_KEYS:]
-        self._last[place] = chunk[-1]
+            last[place] = chunk[-1]
 
     def remove(self, key: bytes) -> None:
         """Remove a key that is in it."""
         place = bisect_left(self._last, key)
         chunk = self._chunks[place]
         del chunk[bisect_left(chunk, key)]
-        if chunk:
-            self._last[place] = chunk[-1]
-        else:
+        if not chunk:
             del self._chunks[place], self._last[place]
+        elif self._last[place] == key:
+            self._last[place] = chunk[-1]
 
     def iterate(self, start: bytes, *, inclusive: bool) -> Iterator[bytes]:
         """Yield, ascending, the keys from `start` on."""

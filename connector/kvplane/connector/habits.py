@@ -1,0 +1,281 @@
+"""How soon conversations come back: chances per stretch of idle time, learned from what is seen of turns.
+
+Time since a turn's end is cut into stretches (bins). For each, a class of turns has a number of conversations
+that had not come back before it (at risk) and of those that came back in it. From the quotients follows
+everything else: the share that comes back within a time, and how long a lease is held on average.
+
+A turn is counted in a bin only once it is old enough to have gone through all of it, so that young turns do
+not look like lost ones: `Cohorts` keeps turns by the time of their end until then. A return may be seen by
+another engine than the one that counted the turn; the sums are right as long as each is seen once and
+engines are loaded alike.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvplane.connector.lease_class import CLASSES, COARSER
+
+_BORROWED = 40.0
+"""Turns that a coarser class counts for in the estimate of a finer one."""
+_SUPPOSED = 4.0
+"""Turns that the supposition counts for with which everything begins: one return per longest lease."""
+
+
+def bin_edges(max_ttl_s: float, min_ttl_s: float) -> tuple[float, ...]:
+    """Return the ends of the stretches: the shortest lease, the longest, and about 30 between.
+
+    Each is a quarter longer than the one before, but none longer than a twentieth of the longest lease.
+    """
+    edges = {min_ttl_s, max_ttl_s}
+    edge = max_ttl_s / 240.0
+    while edge < max_ttl_s:
+        edges.add(edge)
+        edge += min(edge / 4.0, max_ttl_s / 20.0)
+    return tuple(sorted(edge for edge in edges if edge > 0.0))
+
+
+class _Node:
+    """Counts of one class, coarse or fine, for each bin."""
+
+    __slots__ = ("at_risk", "back", "halvings")
+
+    def __init__(self, bins: int, halvings: int) -> None:
+        self.at_risk = array("d", bytes(8 * bins))
+        self.back = array("d", bytes(8 * bins))
+        self.halvings = halvings
+
+
+def _key(lease_class: int, dropped: int) -> int:
+    return (CLASSES | lease_class) >> dropped
+
+
+_FINEST_FIRST = (0, *COARSER)
+_COARSEST_FIRST = tuple(reversed(_FINEST_FIRST))
+
+
+class Habits:
+    """Counts of one party: a tenant, or all together. Old counts fade by half every `fade_after` turns.
+
+    Memory: at most 1,361 nodes of two numbers per bin; an update costs O(5), an estimate O(5 x bins).
+    """
+
+    __slots__ = (
+        "_bins",
+        "_fade_after",
+        "_halvings",
+        "_nodes",
+        "_since_halving",
+        "returns",
+        "turns",
+        "version",
+    )
+
+    def __init__(self, bins: int, fade_after: float) -> None:
+        self._bins = bins
+        self._fade_after = fade_after
+        self._nodes: dict[int, _Node] = {}
+        self._halvings = 0
+        self._since_halving = 0.0
+        self.turns = 0.0
+        """Turns that went through all bins or ended in one, ever."""
+        self.returns = 0.0
+        """Those that ended in a return, ever."""
+        self.version = 0
+        """Grows when estimates are worth making anew: every fiftieth part more seen."""
+
+    def count(self, lease_class: int, index: int, at_risk: float, back: float) -> None:
+        """Add to a class and all coarser ones, in one bin. Negative numbers take back."""
+        for dropped in _FINEST_FIRST:
+            node = self._node(_key(lease_class, dropped))
+            node.at_risk[index] += at_risk
+            node.back[index] += back
+
+    def completed(self, turns: float, returns: float) -> None:
+        """Note turns of which all is known, for fading and for `version`."""
+        before = self.turns
+        self.turns = max(0.0, self.turns + turns)
+        self.returns += returns
+        step = max(4.0, min(before, self._fade_after) / 50.0)
+        if int(self.turns / step) != int(before / step):
+            self.version += 1
+        self._since_halving += turns
+        if self._since_halving >= self._fade_after:
+            self._since_halving = 0.0
+            self._halvings += 1
+
+    def chances(self, lease_class: int, supposed: Sequence[float]) -> list[float]:
+        """Return for each bin the chance (0 to 1) of a return in it, given none before.
+
+        Few counts lean on the next coarser class, the coarsest on `supposed`.
+        """
+        chances = list(supposed)
+        weight = _SUPPOSED
+        for dropped in _COARSEST_FIRST:
+            node = self._nodes.get(_key(lease_class, dropped))
+            if node is not None:
+                self._fade(node)
+                chances = [
+                    # Counts that were taken back elsewhere can be out by a turn or two for a moment.
+                    min(1.0, max(0.0, (max(0.0, back) + weight * chance) / (max(0.0, risk, back) + weight)))
+                    for chance, back, risk in zip(chances, node.back, node.at_risk, strict=True)
+                ]
+            weight = _BORROWED
+        return chances
+
+    def _node(self, key: int) -> _Node:
+        node = self._nodes.get(key)
+        if node is None:
+            node = self._nodes[key] = _Node(self._bins, self._halvings)
+        else:
+            self._fade(node)
+        return node
+
+    def _fade(self, node: _Node) -> None:
+        behind = self._halvings - node.halvings
+        if behind:
+            factor = 0.5**behind
+            node.halvings = self._halvings
+            for index in range(self._bins):
+                node.at_risk[index] *= factor
+                node.back[index] *= factor
+
+
+@dataclass(slots=True)
+class _Ended:
+    """Turns of one tenant and class that ended at about the same time: still out, and back by bin."""
+
+    out: float = 0.0
+    back: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Cohort:
+    """Turns that ended in one stretch of time, and the next bin they have to go through."""
+
+    next_bin: int = 0
+    ended: dict[tuple[str, int], _Ended] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """Turns that went through a bin: how many had been out at its beginning, how many came back in it."""
+
+    tenant_id: str
+    lease_class: int
+    index: int
+    at_risk: float
+    back: float
+
+
+class Cohorts:
+    """Turns by the time of their end, until it is known what became of them in each bin.
+
+    Bounded: with more than half of `limit` kinds of turns pending, only every second, fourth, ... turn is
+    taken, for as many; at `limit` none.
+
+    Args:
+        edges: ends of the bins, in seconds since the turn's end.
+        limit: of (cohort, tenant, class) pending.
+    """
+
+    def __init__(self, edges: Sequence[float], *, limit: int = 16384) -> None:
+        self._edges = edges
+        self._width = edges[-1] / 240.0
+        self._limit = limit
+        self._cohorts: dict[int, _Cohort] = {}
+        self._due: list[tuple[float, int]] = []
+        self._pending = 0
+        self._began: float | None = None
+        self._turns = 0
+
+    def __len__(self) -> int:
+        return self._pending
+
+    def add(self, tenant_id: str, lease_class: int, now: float) -> None:
+        """Take a turn that ends now."""
+        if self._began is None:
+            self._began = now
+        self._turns += 1
+        every = 1
+        if self._pending > self._limit // 2:
+            every = 1 << 1 + 6 * (2 * self._pending - self._limit) // self._limit
+        if self._turns % every == 0:
+            ended = self._ended(tenant_id, lease_class, now, now)
+            if ended is not None:
+                ended.out += every
+
+    def back(self, tenant_id: str, lease_class: int, idle_s: float, now: float) -> list[Passed]:
+        """Take a return, and return what it changes about bins that its turn was counted in already.
+
+        One from before the first turn of this engine is left out, as the turn was: nothing would be out.
+        """
+        began = self._began
+        if began is None or now - idle_s < began or idle_s > self._edges[-1]:
+            return []
+        index = bisect_left(self._edges, idle_s)
+        number = int((now - idle_s) // self._width)
+        ended = self._ended(tenant_id, lease_class, now - idle_s, now)
+        if ended is None:
+            return []
+        ended.out -= 1
+        passed = self._cohorts[number].next_bin
+        if index >= passed:
+            ended.back[index] = ended.back.get(index, 0.0) + 1
+            return []
+        # It was reported late: its turn has been counted as out in the bins since.
+        late = [Passed(tenant_id, lease_class, index, 0.0, 1.0)]
+        late += [Passed(tenant_id, lease_class, later, -1.0, 0.0) for later in range(index + 1, passed)]
+        return late
+
+    def take(self, now: float, most: int = 256) -> list[Passed]:
+        """Return what has gone through a bin since the last call; what is beyond `most` comes next time."""
+        taken = list[Passed]()
+        while self._due and self._due[0][0] <= now and len(taken) < most:
+            _, number = heapq.heappop(self._due)
+            cohort = self._cohorts[number]
+            index = cohort.next_bin
+            cohort.next_bin = index + 1
+            for (tenant_id, lease_class), ended in cohort.ended.items():
+                back = ended.back.pop(index, 0.0)
+                at_risk = ended.out + back + sum(ended.back.values())
+                if at_risk or back:
+                    taken.append(Passed(tenant_id, lease_class, index, at_risk, back))
+            if cohort.next_bin < len(self._edges):
+                self._schedule(number, cohort)
+            else:
+                self._pending -= len(cohort.ended)
+                del self._cohorts[number]
+        return taken
+
+    def _schedule(self, number: int, cohort: _Cohort) -> None:
+        youngest = (number + 1) * self._width
+        heapq.heappush(self._due, (youngest + self._edges[cohort.next_bin], number))
+
+    def _ended(self, tenant_id: str, lease_class: int, when: float, now: float) -> _Ended | None:
+        """Return the entry for turns that ended at a time, None where there is no room or it is too late."""
+        number = int(when // self._width)
+        cohort = self._cohorts.get(number)
+        ended = cohort.ended.get((tenant_id, lease_class)) if cohort is not None else None
+        if ended is not None:
+            return ended
+        if self._pending >= self._limit:
+            return None
+        if cohort is None:
+            cohort = self._cohorts[number] = _Cohort()
+            while (
+                cohort.next_bin < len(self._edges)
+                and (number + 1) * self._width + self._edges[cohort.next_bin] <= now
+            ):
+                cohort.next_bin += 1
+            if cohort.next_bin == len(self._edges):
+                del self._cohorts[number]
+                return None
+            self._schedule(number, cohort)
+        self._pending += 1
+        ended = cohort.ended[tenant_id, lease_class] = _Ended()
+        return ended

@@ -1,0 +1,144 @@
+"""Leases on real engines, in real time: renewed by touches, over when idle, and no burden under pressure."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from deploy.rig.engines import MODEL_NAME
+from deploy.rig.metrics import read
+from deploy.rig.stack import Stack
+from kvplane.client.client import ControlPlaneClient
+from kvplane.client.model import ConversationKey, EngineLoad, EngineRole
+from tests.e2e.conftest import StartStack
+from tests.e2e.talk import Messages, assistant, say, user
+
+pytestmark = pytest.mark.vllm
+
+TTL_S = 4.0
+CLAIM_S = 5.0
+BLOCKS_S = TTL_S + 10 + 5 + CLAIM_S + 10
+"""The blocks' first deadline: after a last claim's life, the message's margin, and its timeout with grace."""
+BLOCKS_PER_CONVERSATION = 16
+CONVERSATIONS = 80
+WORKERS = 4
+
+
+def load(stack: Stack) -> EngineLoad:
+    """Return what the decode engine reports."""
+
+    async def ask() -> EngineLoad:
+        async with ControlPlaneClient(stack.plane.grpc_address) as client:
+            engines = await client.list_engines()
+        (decode,) = [engine for engine in engines if engine.spec.role is EngineRole.DECODE]
+        assert decode.load is not None
+        return decode.load
+
+    return asyncio.run(ask())
+
+
+def touch(stack: Stack, conversation_id: str, ttl_s: float) -> bool:
+    """Ask for a conversation to be kept; returns whether there is anything to keep."""
+
+    async def ask() -> bool:
+        async with ControlPlaneClient(stack.plane.grpc_address) as client:
+            key = ConversationKey("default", MODEL_NAME, conversation_id)
+            return await client.touch_conversation(key, ttl_s)
+
+    return asyncio.run(ask())
+
+
+def until(condition: Callable[[], bool], within_s: float) -> float:
+    """Wait for a condition; returns the seconds it took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() < began + within_s
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+@pytest.fixture(scope="module")
+def short(start_stack: StartStack) -> Stack:
+    """Turns are kept for four seconds."""
+    return start_stack(
+        decode_options={"extra_config": {"kvplane_ttl_s": TTL_S}},
+        plane_arguments=["--claim-timeout", str(CLAIM_S)],
+    )
+
+
+def begin(stack: Stack, conversation_id: str) -> Messages:
+    """Play the first turn of a conversation; returns what its second turn sends."""
+    messages: Messages = [user(150, conversation_id)]
+    answer = say(stack.url, messages, conversation_id)
+    assert answer.status == 200, answer.body
+    return [*messages, assistant(answer.text), user(8, "next")]
+
+
+def test_a_touched_turn_is_pulled_long_after_its_first_deadlines(short: Stack) -> None:
+    messages, began = begin(short, "touched"), time.monotonic()
+    while time.monotonic() < began + BLOCKS_S + 2:
+        assert touch(short, "touched", 8.0), f"gone after {time.monotonic() - began:.1f} s"
+        time.sleep(1.0)
+    answer = say(short.url, messages, "touched", path="pull")
+    assert (answer.path, answer.status) == ("pull", 200), answer.reason
+    assert answer.reused_tokens, answer.reason
+    # vLLM frees and warns of blocks at their deadline, and declines to read what it takes for expired.
+    assert "Declining expired" not in Path(short.prefill.log_file).read_text()
+
+
+def test_an_idle_turns_blocks_are_free_soon_after_its_lease(short: Stack) -> None:
+    until(lambda: load(short).retained_conversations == 0, 30)
+    begin(short, "idle")
+    until(lambda: load(short).retained_blocks >= BLOCKS_PER_CONVERSATION, 3)
+    took_s = until(lambda: load(short).retained_blocks == 0, BLOCKS_S)
+    assert took_s < TTL_S + 4, "long before the blocks' own deadline, by agreement"
+    assert not touch(short, "idle", 8.0)
+
+
+def crowd(stack: Stack) -> float:
+    """Play two turns of each of many conversations; returns the mean seconds in the decode engine's queue."""
+    before = read(stack.decode.url)
+
+    def first(number: int) -> Messages:
+        return begin(stack, f"crowd-{number}")
+
+    def second(number: int, messages: Messages) -> int:
+        return say(stack.url, messages, f"crowd-{number}").status
+
+    with ThreadPoolExecutor(WORKERS) as workers:
+        messages = list(workers.map(first, range(CONVERSATIONS)))
+        assert set(workers.map(second, range(CONVERSATIONS), messages)) == {200}
+    cost = read(stack.decode.url) - before
+    assert cost.requests == 2 * CONVERSATIONS
+    return cost.wait_seconds / cost.requests
+
+
+def test_ten_times_more_conversations_than_fit_wait_for_no_retained_block(start_stack: StartStack) -> None:
+    fit = CONVERSATIONS // 10
+    options = {"num_gpu_blocks_override": fit * BLOCKS_PER_CONVERSATION + 1, "max_model_len": 4096}
+    one_way = {"connector": "stock", "extra_config": {"bidirectional_kv_xfer": False}}
+    stock = start_stack(prefill_options=one_way, decode_options=options | one_way)
+    stock_s = crowd(stock)
+    stock.stop()
+    stack = start_stack(decode_options=options)
+    ours_s = crowd(stack)
+    log = Path(stack.decode.log_file)
+
+    def counts() -> dict[str, int]:
+        """The decode engine's latest summary."""
+        lines = re.findall(r"retention_summary +(.*)", re.sub(r"\x1b\[\d*m", "", log.read_text()))
+        return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", lines[-1])} if lines else {}
+
+    until(lambda: sum(counts().get(name, 0) for name in ("retained", "refused")) > CONVERSATIONS, 130)
+    summary = counts()
+    print(f"mean seconds in the queue: {ours_s:.4f}, one-directional {stock_s:.4f}; {summary}")
+    assert summary["withdrawn"] > CONVERSATIONS // 2, "there was pressure"
+    assert summary.get("waited_ms_most", 0) <= 100
+    assert ours_s - stock_s <= 0.1
+    stack.stop()
