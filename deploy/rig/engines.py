@@ -19,6 +19,7 @@ ROOT = RIG.parent.parent
 SITE = RIG / "site"
 SOURCES = [ROOT / name for name in ("protos", "store", "controlplane", "connector")]
 MODEL_NAME = "tiny"
+ADAPTER_NAME = "tiny-adapter"
 BLOCK_TOKENS = 32  # the CPU attention kernel accepts multiples of 32 only
 
 
@@ -45,7 +46,16 @@ def vllm_venv() -> Path:
 
 def tiny_model() -> Path:
     """The folder of the small random model that `make vllm` writes; raises RigError when it is missing."""
-    model = ROOT / ".cache" / "tiny-model"
+    return _model("tiny-model")
+
+
+def small_model() -> Path:
+    """The folder of a smaller one, for tests with many turns; raises RigError when it is missing."""
+    return _model("small-model")
+
+
+def _model(name: str) -> Path:
+    model = ROOT / ".cache" / name
     if not (model / "kvplane-tiny-model.json").is_file():
         raise RigError(f"no model at {model}: run 'make test' (or 'make vllm'), which writes it")
     return model
@@ -77,6 +87,10 @@ class EngineSettings:
     """A fixed id survives restarts; None lets vLLM draw a new one at every start."""
     extra_config: Mapping[str, Any] = field(default_factory=dict)
     """More members of kv_connector_extra_config."""
+    progress_delay_us: int | None = None
+    """Pause between two looks of NIXL's progress thread at the network, see site/sitecustomize.py."""
+    adapter: Path | None = None
+    """Folder of a LoRA adapter, served as ADAPTER_NAME."""
 
     def kv_transfer_config(self) -> dict[str, Any]:
         """The value of vLLM's --kv-transfer-config for these settings."""
@@ -114,6 +128,17 @@ class EngineSettings:
                 if self.num_gpu_blocks_override is None
                 else ("--num-gpu-blocks-override", str(self.num_gpu_blocks_override))
             ),
+            *(
+                ()
+                if self.adapter is None
+                else (
+                    "--enable-lora",
+                    "--max-lora-rank",
+                    "8",
+                    "--lora-modules",
+                    f"{ADAPTER_NAME}={self.adapter}",
+                )
+            ),
             *("--kv-transfer-config", json.dumps(self.kv_transfer_config())),
         ]
 
@@ -122,6 +147,8 @@ class EngineSettings:
         ours = {
             name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL"))
         }
+        if self.progress_delay_us is not None:
+            ours["NIXL_PROGRESS_DELAY_US"] = str(self.progress_delay_us)
         return ours | {
             # This checkout, whichever one the environment was set up from.
             "PYTHONPATH": os.pathsep.join(map(str, [SITE, *SOURCES])),

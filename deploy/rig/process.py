@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from deploy.rig.usage import Usage, usage_of
+
 _ERROR_LINE = re.compile(r"(?:error:|(?:[\w.]+\.)?\w*(?:Error|Exception): )")
 GUARD = Path(__file__).with_name("guard.py")
 LOCALHOST = "127.0.0.1"
@@ -82,6 +84,18 @@ class RigProcess:
     def running(self) -> bool:
         """Whether the program was started and has not ended."""
         return self._guard is not None and self._guard.poll() is None
+
+    def usage(self) -> Usage:
+        """CPU time of the program and all it started, since it started.
+
+        Raises RigError when it is not running.
+        """
+        if self._guard is None:
+            raise RigError(f"{self.name} is not running")
+        try:
+            return usage_of(self._guard.pid)
+        except ProcessLookupError:
+            raise RigError(f"{self.name} has ended\n{self.log_tail()}") from None
 
     def start(self) -> None:
         """Start the program and return at once; its output is appended to `log_file`.
