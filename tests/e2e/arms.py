@@ -24,8 +24,6 @@ from deploy.rig.engines import MODEL_NAME, Engine, EngineSettings, Role, small_m
 from deploy.rig.plane import ControlPlane
 from deploy.rig.process import LOCALHOST, free_ports
 from deploy.rig.usage import Usage
-from kvplane.client.client import ControlPlaneClient
-from kvplane.client.model import ConversationKey
 from tests.e2e.asking import prefilled
 
 QUIET_PROGRESS_US = 1000
@@ -38,7 +36,7 @@ class Kind(StrEnum):
     STOCK = "stock"
     """vLLM's NixlConnector in one direction: P to D, nothing retained."""
     KVPLANE = "kvplane"
-    """kvplane with its control plane; D retains and announces every turn."""
+    """kvplane with its control plane: P asks it for every prompt, D retains and announces every turn."""
     GONE = "gone"
     """kvplane with an address where nobody listens."""
 
@@ -62,15 +60,13 @@ class Handed:
 
 
 class Arm:
-    """One pair of engines. Start it, await `open`, and close it with `stop`."""
+    """One pair of engines behind a proxy that knows nothing of kvplane. Start it, and close it with `stop`."""
 
     def __init__(self, kind: Kind, logs: Path, *, decode_options: Mapping[str, Any] | None = None) -> None:
         self.kind = kind
         port = free_ports(1)[0]
-        self._address = f"{LOCALHOST}:{port}"
-        self._plane = (
-            ControlPlane(port=port, log_file=logs / f"{kind}-plane.log") if kind is Kind.KVPLANE else None
-        )
+        address = f"{LOCALHOST}:{port}"
+        plane = ControlPlane(port=port, log_file=logs / f"{kind}-plane.log") if kind is Kind.KVPLANE else None
         common: dict[str, Any] = {
             "venv": vllm_venv(),
             "model": small_model(),
@@ -79,15 +75,14 @@ class Arm:
             "max_model_len": 4096,
             "progress_delay_us": QUIET_PROGRESS_US,
             "connector": "stock" if kind is Kind.STOCK else "kvplane",
-            "kvplane_address": self._address,
+            "kvplane_address": address,
             "extra_config": {"bidirectional_kv_xfer": False} if kind is Kind.STOCK else {},
         }
         prefill = {**common, "role": Role.PREFILL, "core": 0, "prefix_caching": False}
         decode = {**common, "role": Role.DECODE, "core": 1, **(decode_options or {})}
         self.prefill = Engine(EngineSettings(**prefill, log_file=logs / f"{kind}-prefill.log"))
         self.decode = Engine(EngineSettings(**decode, log_file=logs / f"{kind}-decode.log"))
-        self._programs = [*([self._plane] if self._plane is not None else []), self.prefill, self.decode]
-        self._client: ControlPlaneClient | None = None
+        self._programs = [*([plane] if plane is not None else []), self.prefill, self.decode]
 
     def start(self) -> None:
         """Start everything and return at once."""
@@ -132,19 +127,9 @@ class Arm:
         }
         return Handed(body, await prefilled(session, self.prefill.url, "/v1/completions", body), began)
 
-    async def decode_leg(self, session: aiohttp.ClientSession, handed: Handed, name: str) -> Served:
-        """Have D write the reply; with kvplane, the turn is retained under the conversation id `name`."""
-        params = dict(handed.params)
-        if self.kind is not Kind.STOCK:
-            params["kvplane"] = {
-                "tenant_id": "default",
-                "model": MODEL_NAME,
-                "adapter": "",
-                "conversation_id": name,
-                "turn": await self._turn(name),
-                "endpoint": self.decode.url,
-            }
-        body = {**handed.body, "kv_transfer_params": params, "stream": True}
+    async def decode_leg(self, session: aiohttp.ClientSession, handed: Handed) -> Served:
+        """Have D write the reply."""
+        body = {**handed.body, "kv_transfer_params": handed.params, "stream": True}
         sent, first = time.perf_counter(), 0.0
         tokens = list[int]()
         async with session.post(f"{self.decode.url}/v1/completions", json=body) as answer:
@@ -156,25 +141,9 @@ class Arm:
                         first = first or (time.perf_counter() if tokens else 0.0)
         return Served(tuple(tokens), first - sent, time.perf_counter() - handed.began)
 
-    async def serve(
-        self, session: aiohttp.ClientSession, prompt: Sequence[int], name: str, max_tokens: int
-    ) -> Served:
+    async def serve(self, session: aiohttp.ClientSession, prompt: Sequence[int], max_tokens: int) -> Served:
         """Serve one request through both engines."""
-        return await self.decode_leg(session, await self.prefill_leg(session, prompt, max_tokens), name)
-
-    async def _turn(self, name: str) -> int:
-        if self._plane is None:
-            return 1
-        if self._client is None:
-            self._client = ControlPlaneClient(self._address)
-        key = ConversationKey("default", MODEL_NAME, name)
-        return (await self._client.begin_turn(key, request_id=name)).turn
-
-    async def aclose(self) -> None:
-        """Close what `serve` opened."""
-        if self._client is not None:
-            await self._client.aclose()
-            self._client = None
+        return await self.decode_leg(session, await self.prefill_leg(session, prompt, max_tokens))
 
 
 @contextlib.contextmanager

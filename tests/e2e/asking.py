@@ -126,12 +126,10 @@ async def ask_with_offer(
 async def prefilled(
     session: aiohttp.ClientSession, prefill_url: str, path: str, body: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Have P compute a prompt, as the plainest proxy does; returns the params that D reads it by."""
+    """Have P compute a prompt, as the plainest proxy does; returns the params that go to D as they are."""
     leg = {**body, "max_tokens": 1, "kv_transfer_params": dict(_NOTHING_TO_PULL)}
     answer, _ = await _post(session, f"{prefill_url}{path}", leg, {})
-    params = dict(answer["kv_transfer_params"])
-    params.pop("kvplane", None)
-    return params
+    return dict(answer["kv_transfer_params"])
 
 
 async def _post(

@@ -79,36 +79,31 @@ async def compare(
     waits = Waits()
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(600)) as session:
         for arm in arms:
-            await _burst(session, arm, prompts(f"{seed} warm", BURST, *_LENGTHS), f"warm-{seed}")
+            await _burst(session, arm, prompts(f"{seed} warm", BURST, *_LENGTHS))
         for number in range(rounds):
             served = dict[Kind, list[Served]]()
             work = [prompts(f"{seed}/{number}/{burst}", BURST, *_LENGTHS) for burst in range(bursts)]
             for arm in arms if number % 2 else list(reversed(arms)):
                 before = await asyncio.to_thread(arm.waited_s)
                 served[arm.kind] = []
-                for burst, texts in enumerate(work):
-                    served[arm.kind] += await _burst(session, arm, texts, f"{seed}-{number}-{burst}")
+                for texts in work:
+                    served[arm.kind] += await _burst(session, arm, texts)
                 queued = await asyncio.to_thread(arm.waited_s) - before
                 waits.queued_s[arm.kind] = waits.queued_s.get(arm.kind, 0.0) + queued
                 waits.first_s.setdefault(arm.kind, []).extend(one.first_s for one in served[arm.kind])
                 progress(f"round {number + 1}/{rounds}, {arm.kind}: {_figures(waits.first_s[arm.kind])}")
             pairs = zip(*served.values(), strict=True)
             waits.different += sum(one.tokens != other.tokens for one, other in pairs)
-        for arm in arms:
-            await arm.aclose()
     return waits
 
 
 _LENGTHS = (440, 500)
 
 
-async def _burst(
-    session: aiohttp.ClientSession, arm: Arm, texts: Sequence[Sequence[int]], name: str
-) -> list[Served]:
+async def _burst(session: aiohttp.ClientSession, arm: Arm, texts: Sequence[Sequence[int]]) -> list[Served]:
     """Have P compute all prompts, then send all decode legs at once."""
     handed = [await arm.prefill_leg(session, text, MAX_TOKENS) for text in texts]
-    legs = (arm.decode_leg(session, one, f"{name}-{number}") for number, one in enumerate(handed))
-    return list(await asyncio.gather(*legs))
+    return list(await asyncio.gather(*(arm.decode_leg(session, one) for one in handed)))
 
 
 def _figures(seconds: Sequence[float]) -> dict[str, float]:

@@ -98,7 +98,7 @@ async def compare(
             work = prompts(f"{seed}/{number}", requests if number >= 0 else requests // 2, SHORTEST, LONGEST)
             served, figures = dict[Kind, list[Served]](), dict[Kind, Round]()
             for arm in arms if number % 2 else list(reversed(arms)):
-                served[arm.kind], figures[arm.kind] = await _round(session, arm, work, number)
+                served[arm.kind], figures[arm.kind] = await _round(session, arm, work)
             if number < 0:
                 continue
             comparison.rounds.append(figures)
@@ -109,17 +109,16 @@ async def compare(
             progress(comparison)
         for arm in arms:
             comparison.log_lines[arm.kind] = len(await asyncio.to_thread(arm.log_lines))
-            await arm.aclose()
     return comparison
 
 
 async def _round(
-    session: aiohttp.ClientSession, arm: Arm, work: Sequence[Sequence[int]], number: int
+    session: aiohttp.ClientSession, arm: Arm, work: Sequence[Sequence[int]]
 ) -> tuple[list[Served], Round]:
     before, began = await asyncio.to_thread(arm.usage), time.perf_counter()
 
     async def one(index: int) -> Served:
-        return await arm.serve(session, work[index], f"{number}-{index}", MAX_TOKENS)
+        return await arm.serve(session, work[index], MAX_TOKENS)
 
     served: list[Served] = await in_turn(len(work), AT_ONCE, one)
     wall_s = time.perf_counter() - began
