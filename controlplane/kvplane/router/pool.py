@@ -125,8 +125,8 @@ class EnginePool:
             engine.engine_ids = tuple(entry.spec.engine_id for entry in entries)
             engine.draining = all(entry.draining for entry in entries)
             engine.waiting = sum(entry.load.waiting_requests for entry in entries if entry.load is not None)
-            models = frozenset(model for entry in entries for model in entry.spec.served_models)
-            engine.models = models or engine.models
+            if not engine.models:  # what it answers itself is more: adapters are not registered
+                engine.models = frozenset(model for entry in entries for model in entry.spec.served_models)
         for engine in self.engines:
             if engine.url in seen:
                 continue
