@@ -60,7 +60,7 @@ class Handed:
 
 
 class Arm:
-    """One pair of engines behind a proxy that knows nothing of kvplane. Start it, and close it with `stop`."""
+    """One pair of engines behind a proxy that knows nothing of kvplane. What is started is to be stopped."""
 
     def __init__(self, kind: Kind, logs: Path, *, decode_options: Mapping[str, Any] | None = None) -> None:
         self.kind = kind
