@@ -27,7 +27,8 @@ BLOCKS_S = TTL_S + 10 + 5 + CLAIM_S + 10
 """The blocks' first deadline: after a last claim's life, the message's margin, and its timeout with grace."""
 BLOCKS_PER_CONVERSATION = 16
 CONVERSATIONS = 80
-WORKERS = 4
+WORKERS = 6
+"""With two fewer than fit; what is retained takes up to half of the room."""
 
 
 def load(stack: Stack) -> EngineLoad:
@@ -37,8 +38,7 @@ def load(stack: Stack) -> EngineLoad:
         async with ControlPlaneClient(stack.plane.grpc_address) as client:
             engines = await client.list_engines()
         (decode,) = [engine for engine in engines if engine.spec.role is EngineRole.DECODE]
-        assert decode.load is not None
-        return decode.load
+        return decode.load or EngineLoad()
 
     return asyncio.run(ask())
 
@@ -135,7 +135,10 @@ def test_ten_times_more_conversations_than_fit_wait_for_no_retained_block(start_
         lines = re.findall(r"retention_summary +(.*)", re.sub(r"\x1b\[\d*m", "", log.read_text()))
         return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", lines[-1])} if lines else {}
 
-    until(lambda: sum(counts().get(name, 0) for name in ("retained", "refused")) > CONVERSATIONS, 130)
+    def finished() -> int:
+        return sum(value for name, value in counts().items() if re.match(r"(not_)?retained", name))
+
+    until(lambda: finished() == 2 * CONVERSATIONS, 130)
     summary = counts()
     print(f"mean seconds in the queue: {ours_s:.4f}, one-directional {stock_s:.4f}; {summary}")
     assert summary["withdrawn"] > CONVERSATIONS // 2, "there was pressure"
