@@ -33,6 +33,7 @@ from kvplane.connector.shares import DistinctBlocks, SoleBlocks
 _ASK_AGAIN_MARGIN_S = 5.0
 _TICK_S = 0.25
 _SAMPLE = 64
+_OF_SAMPLE = 4
 _PRESSED_S = 2.0
 _FREES_SOON_S = 1.0
 
@@ -71,9 +72,9 @@ class Retention:
     """The budget. Belongs to the scheduler thread.
 
     Decisions are left in `take_withdrawals` and `take_frees`, for the caller to carry out. Costs are
-    O(blocks of the request) for a change of state and O(1) for a step without any. A victim is the one worth
-    least of a sample of 64, so choosing it costs 64 calls of `worth` however many are retained; of up to 64
-    it is the one worth least of all.
+    O(blocks of the request) for a change of state and O(1) for a step without any. Victims are the four worth
+    least of a sample of 64, then of the next, so that each costs 16 calls of `worth` however many are
+    retained; of up to 64 they are those worth least of all, in order.
 
     Args:
         total_blocks: of the engine's pool.
@@ -330,9 +331,11 @@ class Retention:
         while self._superseded:
             yield self._entries[next(iter(self._superseded))]
         while self._choice:
-            yield self._least(spare)
+            yield from self._least(spare)
 
-    def _least(self, spare: Hashable) -> Entry:
+    def _least(self, spare: Hashable) -> list[Entry]:
+        """Return a few that are worth least, in order: of a sample, or if there are few, all."""
+
         def value(entry: Entry) -> tuple[bool, bool, float, int]:
             alone = self._staying.alone(entry.number)
             worth = self.worth(entry.request_id, alone) if self.worth is not None else 0.0
@@ -340,10 +343,11 @@ class Retention:
             return is_spared, entry.owner in self._busy, worth if alone else math.inf, entry.number
 
         if len(self._choice) > _SAMPLE:
-            least = min(self._random.sample(self._choice, _SAMPLE), key=value)
-            if least.owner not in self._busy and (spare is None or least.owner != spare):
+            least = sorted(self._random.sample(self._choice, _SAMPLE), key=value)[:_OF_SAMPLE]
+            least = [entry for entry in least if entry.owner not in self._busy and entry.owner != spare]
+            if least:
                 return least
-        return min(self._choice, key=value)
+        return sorted(self._choice, key=value)
 
     def _unchoose(self, entry: Entry) -> None:
         """Take an entry off those to choose from: the last one takes its slot."""
