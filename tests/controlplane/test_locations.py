@@ -259,6 +259,26 @@ async def test_ending_a_conversation_frees_it_on_its_engine(rig: Rig) -> None:
     assert await rig.orders(engine) == {"q1": m.ReleaseReason.CONVERSATION_ENDED}
 
 
+async def test_a_turn_under_way_when_its_conversation_is_ended_is_not_retained(rig: Rig) -> None:
+    engine = await rig.engine()
+    await rig.retain(engine, "q1")
+    turn = await rig.begin("q2")
+    assert await rig.plane.releases.end_conversation(key()) is m.ReleaseOutcome.RELEASED
+    assert not (await rig.touch()).noted
+    late = await rig.announce(engine, announcement("q2", turn))
+    assert late.outcome is m.AnnounceOutcome.SUPERSEDED
+    assert set(await rig.orders(engine)) == {"q1", "q2"}
+    await rig.retain(engine, "q3")
+    assert isinstance(await rig.lookup(), m.Found)
+
+
+async def test_ending_what_has_only_begun_ends_it_too(rig: Rig) -> None:
+    engine = await rig.engine()
+    turn = await rig.begin("q1")
+    assert await rig.plane.releases.end_conversation(key()) is m.ReleaseOutcome.NOTHING
+    assert (await rig.announce(engine, announcement("q1", turn))).outcome is m.AnnounceOutcome.SUPERSEDED
+
+
 async def test_freed_blocks_leave_nothing_behind(rig: Rig) -> None:
     engine = await rig.engine()
     await rig.retain(engine, "q1")

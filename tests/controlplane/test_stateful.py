@@ -58,6 +58,7 @@ class History(RuleBasedStateMachine):
         self.blocks: dict[str, Blocks] = {}
         self.newest: dict[str, int] = {}
         self.over: dict[str, int] = {}
+        self.begun: dict[str, int] = {}
         self.recorded: list[Blocks] = []
         self.count = 0
 
@@ -117,7 +118,9 @@ class History(RuleBasedStateMachine):
 
     @rule(target=turns, conversation=CONVERSATIONS)
     def begin(self, conversation: str) -> tuple[str, int]:
-        return conversation, self.run(self.rig.begin(self.next("begin"), key(conversation)))
+        turn = self.run(self.rig.begin(self.next("begin"), key(conversation)))
+        self.begun[conversation] = turn
+        return conversation, turn
 
     @rule(turn=turns, engine_id=ENGINES, ttl_s=st.sampled_from([5.0, 12.0, 60.0, 400.0]))
     def announce(self, turn: tuple[str, int], engine_id: str, ttl_s: float) -> None:
@@ -239,9 +242,9 @@ class History(RuleBasedStateMachine):
     def end(self, conversation: str) -> None:
         found = self.rig.plane.locations.lookup(key(conversation))
         outcome = self.run(self.rig.plane.releases.end_conversation(key(conversation)))
-        if outcome is m.ReleaseOutcome.RELEASED:
-            self.end_turn(conversation, self.newest[conversation])
-        else:
+        if conversation in self.begun:
+            self.end_turn(conversation, self.begun[conversation])
+        if outcome is not m.ReleaseOutcome.RELEASED:
             assert isinstance(found, m.MissReason) or self.is_behind(), "what was on offer was released"
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 8.0, 30.0]))

@@ -135,7 +135,7 @@ class FakeEngine(EngineCore):
         text = " ".join(map(kv.word_of, work.reply))
         message: Body = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
         choices = [
-            {"index": index, **message, "logprobs": None, "finish_reason": work.finish_reason}
+            {"index": index, **message, "logprobs": None, "finish_reason": _ends(work)}
             for index in range(int(float(body.get("n") or 1)))
         ]
         return web.json_response(
@@ -209,15 +209,19 @@ class FakeEngine(EngineCore):
             await self._gap(work)
         await self.finish(work)
         await send(
-            {"delta": {}, "finish_reason": work.finish_reason}
+            {"delta": {}, "finish_reason": _ends(work)}
             if chat
-            else {"text": "", "finish_reason": work.finish_reason}
+            else {"text": "", "finish_reason": _ends(work)}
         )
         if (work.body.get("stream_options") or {}).get("include_usage"):
             usage = {**base, "choices": [], "usage": self._usage(work)}
             await out.write(b"data: " + json.dumps(usage).encode() + b"\n\n")
         await out.write(b"data: [DONE]\n\n")
         return out
+
+
+def _ends(work: Work) -> str:
+    return "tool_calls" if work.body.get("tool_choice") == "required" else work.finish_reason
 
 
 def _error(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:

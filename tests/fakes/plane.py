@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 from kvplane.client import model as m
 from kvplane.client.errors import ControlPlaneUnavailableError
@@ -28,6 +29,10 @@ class FakePlane:
         self.claim_requests: list[tuple[str, str]] = []
         """(owner, reader_engine_id) of each claim that was asked for."""
         self.finished: list[str] = []
+        self.touched: list[tuple[m.ConversationKey, float, int]] = []
+        self.ended: list[m.ConversationKey] = []
+        self.begun: dict[str, Any] = {}
+        """What begin_turn answers besides: members of BegunTurn."""
         self._last = 0
 
     async def _enter(self, call: str, timeout_s: float | None = None) -> None:
@@ -126,9 +131,9 @@ class FakePlane:
         await self._enter("begin_turn", timeout_s)
         known = self._known(key)
         turn = self._next()
-        if isinstance(known, m.Location):
-            return m.BegunTurn(turn, known, None, key)
-        return m.BegunTurn(turn, None, known, key)
+        found = known if isinstance(known, m.Location) else None
+        miss = known if isinstance(known, m.MissReason) else None
+        return replace(m.BegunTurn(turn, found, miss, key), **self.begun)
 
     async def claim_location(
         self,
@@ -165,6 +170,19 @@ class FakePlane:
         if self.locations.get(claim.location.key) == claim.location:
             del self.locations[claim.location.key]
         return m.ReleaseOutcome.RELEASED
+
+    async def end_conversation(self, key: m.ConversationKey) -> m.ReleaseOutcome:
+        await self._enter("end_conversation")
+        self.ended.append(key)
+        gone = self.locations.pop(key, None)
+        return m.ReleaseOutcome.NOTHING if gone is None else m.ReleaseOutcome.RELEASED
+
+    async def touch_conversation(
+        self, key: m.ConversationKey, ttl_s: float, *, turn: int = 0, timeout_s: float | None = None
+    ) -> bool:
+        await self._enter("touch_conversation", timeout_s)
+        self.touched.append((key, ttl_s, turn))
+        return key in self.locations
 
     async def aclose(self) -> None:
         pass

@@ -78,11 +78,17 @@ class TurnsStream:
         self._fail_all(ControlPlaneUnavailableError("the client is closed"))
 
     async def lookup_location(
-        self, key: m.ConversationKey, *, timeout_s: float | None = None
+        self,
+        key: m.ConversationKey,
+        *,
+        fingerprint: m.Fingerprint | None = None,
+        timeout_s: float | None = None,
     ) -> m.Location | m.MissReason:
         """See ControlPlaneClient."""
         operation = pb.TurnsOperation(id=self._next_id())
         convert.write_key(operation.lookup.key, key)
+        if fingerprint is not None:
+            operation.lookup.fingerprint.MergeFrom(convert.fingerprint_to_wire(fingerprint))
         answer = (await self._ask(operation, timeout_s)).lookup
         if answer.HasField("location"):
             return convert.location_from_wire(answer.location)
@@ -94,6 +100,7 @@ class TurnsStream:
         request_id: str,
         *,
         wait_s: float | None = None,
+        fingerprint: m.Fingerprint | None = None,
         timeout_s: float | None = None,
     ) -> m.BegunTurn:
         """See ControlPlaneClient."""
@@ -103,6 +110,8 @@ class TurnsStream:
         begin.request_id = request_id
         if wait_s is not None:
             convert.write_duration(begin.wait, wait_s)
+        if fingerprint is not None:
+            begin.fingerprint.MergeFrom(convert.fingerprint_to_wire(fingerprint))
         return convert.begun_from_wire((await self._ask(operation, timeout_s)).begin_turn, key)
 
     async def claim_location(

@@ -79,6 +79,9 @@ class Config(BaseSettings):
     turn_wait: float = Field(
         0.05, ge=0, le=5, description="Longest wait for a conversation's turn in flight, in seconds."
     )
+    tool_ttl: float = Field(
+        300.0, gt=0, description="Seconds for which a conversation whose reply calls tools is to be kept."
+    )
     location_ttl: float = Field(
         480.0, gt=0, description="Longest life of a location in seconds, whatever was announced."
     )

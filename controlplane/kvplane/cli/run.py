@@ -117,6 +117,7 @@ async def _router(config: Config, plane_address: str | None) -> AsyncIterator[in
             kv_recompute_threshold=config.recompute_threshold,
         ),
         turn_wait_s=config.turn_wait,
+        tool_ttl_s=config.tool_ttl,
         drain_timeout_s=config.drain_timeout,
     )
     server = RouterServer(settings, owner=f"router-{secrets.token_hex(8)}")

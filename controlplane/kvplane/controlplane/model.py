@@ -271,7 +271,8 @@ class Turns(Struct, frozen=True, gc=False):
 
     def is_in_flight(self, now_ms: int) -> bool:
         """Tell whether the latest turn may still be announced."""
-        return self.latest_turn > self.settled_turn and self.in_flight_until_ms > now_ms
+        over = max(self.settled_turn, self.ended_turn)
+        return self.latest_turn > over and self.in_flight_until_ms > now_ms
 
 
 class Announcement(Struct, frozen=True, gc=False):

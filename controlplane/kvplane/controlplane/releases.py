@@ -101,8 +101,30 @@ class Releases:
     async def end_conversation(
         self, key: m.ConversationKey, reason: m.ReleaseReason = m.ReleaseReason.CONVERSATION_ENDED
     ) -> m.ReleaseOutcome:
-        """Release what a conversation retains; a claim is left to its reader. Idempotent."""
-        return await self._ledger.decide(lambda: self._end_location(keys.location(key), reason))
+        """Release what a conversation retains; a claim is left to its reader. Idempotent.
+
+        A turn that is under way is not retained.
+        """
+        return await self._ledger.decide(lambda: self._end_conversation(key, reason))
+
+    def _end_conversation(
+        self, key: m.ConversationKey, reason: m.ReleaseReason
+    ) -> Decision[m.ReleaseOutcome]:
+        ledger = self._ledger
+        location_key, turns_key = keys.location_and_turns(key)
+        stored, turns = ledger.location_at(location_key), ledger.turns_at(turns_key)
+        location, known = stored.value, turns.value
+        writes: list[Write] = []
+        if location is not None:
+            known = known or m.Turns(location.turn, "", location.turn)
+            writes = self.ending(location_key, location, reason)
+        if known is not None:
+            last = max(known.ended_turn, known.latest_turn, 0 if location is None else location.turn)
+            if last > known.ended_turn:
+                ended = replace(known, ended_turn=last, wanted_until_ms=0)
+                writes.append(ledger.keep_turns(turns_key, ended, self._settings.turns_kept_ms))
+        outcome = m.ReleaseOutcome.NOTHING if location is None else m.ReleaseOutcome.RELEASED
+        return Decision(outcome, [stored.unchanged(), turns.unchanged()], writes)
 
     def _end_location(
         self, store_key: bytes, reason: m.ReleaseReason, *, due_only: bool = False

@@ -17,7 +17,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from kvplane.client.client import ControlPlaneClient
 from kvplane.client.turns import TurnsStream
-from kvplane.router import openai
+from kvplane.router import conversations, openai
+from kvplane.router.conversations import Conversations
 from kvplane.router.metrics import RouterMetrics
 from kvplane.router.plane import Plane, PlaneClient, TurnsClient
 from kvplane.router.pool import Engine, EnginePool
@@ -67,6 +68,7 @@ class RouterServer:
         self._draining = False
         self._pool: EnginePool
         self._turns: TurnServer
+        self._conversations: Conversations
         self.port = 0
         """The port it listens on, once started."""
 
@@ -133,6 +135,7 @@ class RouterServer:
             log.warning("no_control_plane", effect="nothing is reused", remedy="--plane HOST:PORT")
         await self._pool.probe_all()
         self._tasks.append(asyncio.create_task(self._pool.run(), name="engine probes"))
+        self._conversations = Conversations(settings, pool=self._pool, plane=self._plane)
         self._turns = TurnServer(
             settings,
             pool=self._pool,
@@ -154,6 +157,7 @@ class RouterServer:
         app = web.Application(client_max_size=settings.max_body_bytes)
         for path in GENERATION_PATHS:
             app.router.add_post(path, self._generate)
+        self._conversations.add_to(app.router)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/ready", self._ready)
@@ -272,7 +276,7 @@ class RouterServer:
 
     async def _unknown(self, request: web.Request) -> web.StreamResponse:
         known = request.path in (*GENERATION_PATHS, "/v1/models", "/health", "/ready", "/metrics")
-        if known:
+        if known or conversations.is_path(request.path):
             return _error(f"{request.method} is not allowed on {request.path}.", 405)
         return _error(f"There is no {request.path} here.", 404, {"x-request-id": _request_id(request)})
 

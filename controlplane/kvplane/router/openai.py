@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -185,6 +186,51 @@ def _message(message: object) -> tuple[int, int]:
             for part in content
         )
     return hash(text), size + _MESSAGE_OVERHEAD
+
+
+_TOOL_FINISHES = ("tool_calls", "function_call", "tool_use")
+
+
+def calls_tools(answer: Body) -> bool:
+    """Tell whether a whole reply ends with tools to be run: of Chat Completions, Responses or Messages."""
+    choices, output = answer.get("choices"), answer.get("output")
+    ends = [item.get("finish_reason") for item in _objects(choices)]
+    ends += [item.get("type") for item in _objects(output)]
+    return any(end in _TOOL_FINISHES for end in [*ends, answer.get("stop_reason")])
+
+
+def _objects(value: object) -> list[Body]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+_TOOL_MARKS = (b"tool_", b"function_call")
+_TOOL_END = re.compile(
+    rb'"(?:finish_reason|stop_reason|type)"\s*:\s*"(?:tool_calls|tool_use|function_call)"',
+)
+_LONGEST_MARK = 64
+"""More than what the pattern matches, white space left aside."""
+
+
+class ToolCallScan:
+    """Looks through a streamed reply for the same, as it passes, without reading it.
+
+    Text of the reply cannot look like it: there the quotes are escaped.
+    """
+
+    __slots__ = ("_tail", "found")
+
+    def __init__(self) -> None:
+        self.found = False
+        self._tail = b""
+
+    def see(self, chunk: bytes) -> None:
+        """Look at the next piece of the reply, wherever it was cut."""
+        if self.found:
+            return
+        window = self._tail + chunk
+        if any(mark in window for mark in _TOOL_MARKS):
+            self.found = _TOOL_END.search(window) is not None
+        self._tail = window[-_LONGEST_MARK:]
 
 
 def cached_tokens(answer: Body) -> int | None:

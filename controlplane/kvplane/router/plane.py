@@ -62,6 +62,14 @@ class TurnsClient(Protocol):
     async def finish_claim(self, claim_id: str, owner: str) -> ReleaseOutcome:
         """See ControlPlaneClient."""
 
+    async def end_conversation(self, key: ConversationKey) -> ReleaseOutcome:
+        """See ControlPlaneClient."""
+
+    async def touch_conversation(
+        self, key: ConversationKey, ttl_s: float, *, turn: int = 0, timeout_s: float | None = None
+    ) -> bool:
+        """See ControlPlaneClient."""
+
 
 class PlaneClient(TurnsClient, Protocol):
     """What the router uses of kvplane.client.ControlPlaneClient."""
@@ -167,6 +175,24 @@ class Plane:
 
     async def _finish(self, claim_id: str) -> None:
         await self._ask("finish_claim", lambda: self._turns.finish_claim(claim_id, self._owner))
+
+    async def end(self, key: ConversationKey) -> bool:
+        """End a conversation; tells whether the control plane has answered."""
+        return await self._ask("end_conversation", lambda: self._turns.end_conversation(key)) is not None
+
+    async def touch(self, key: ConversationKey, ttl_s: float) -> bool | None:
+        """Ask for a conversation to be kept for so long; tells whether there is something to keep."""
+        return await self._touch(key, ttl_s, 0)
+
+    def touch_later(self, key: ConversationKey, ttl_s: float, turn: int) -> None:
+        """Ask for a turn's location to be kept for so long, in the background."""
+        self._spawn(self._touch(key, ttl_s, turn))
+
+    async def _touch(self, key: ConversationKey, ttl_s: float, turn: int) -> bool | None:
+        call = self._turns.touch_conversation
+        return await self._ask(
+            "touch_conversation", lambda: call(key, ttl_s, turn=turn, timeout_s=self._timeout_s)
+        )
 
     async def _ask(self, call: str, ask: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
         if self._open:

@@ -196,6 +196,11 @@ class EnginePool:
         """Return the prefill engines that may be asked for a model."""
         return self._fit((e for e in self.engines if e.prefill), model, strict=True)
 
+    def only_model(self) -> str | None:
+        """Return the model that all decode engines serve, None if there is none or more than one."""
+        served = {model for engine in self.decode_engines() for model in engine.models}
+        return served.pop() if len(served) == 1 else None
+
     def decode_engines(self, model: str = "") -> list[Engine]:
         """Return the decode engines to ask for a model; all if none serves it, so that one says so."""
         return self._fit((e for e in self.engines if e.decode), model, strict=False)

@@ -223,7 +223,8 @@ class TurnServer:
         return None
 
     async def _prefill_leg(self, turn: Turn, engine: Engine, claim: Claim | None) -> Prefilled:
-        params: dict[str, Any] = dict(openai.COLD_PARAMS)
+        # A prefill engine whose request a router has seen does not ask the control plane itself.
+        params: dict[str, Any] = {**openai.COLD_PARAMS, "kvplane": {"router": True}}
         if claim is not None:
             location = claim.location
             params = {
@@ -271,7 +272,13 @@ class TurnServer:
         if turn.key is None or not turn.number or turn.decode_only is not None:
             return params
         params = params if params is not None else dict(openai.DIRECT_PARAMS)
+        learned = {
+            "turn_index": turn.turn_index or None,
+            "idle_s": turn.idle_s,
+            "lease_class": turn.lease_class,
+        }
         params["kvplane"] = {
+            **{name: value for name, value in learned.items() if value is not None},
             "tenant_id": turn.key.tenant_id,
             "model": turn.key.model,
             "adapter": turn.key.adapter,
@@ -313,9 +320,12 @@ class TurnServer:
         out = web.StreamResponse(headers={**client_headers(response.headers), **turn.answer_headers()})
         turn.streaming = True
         await out.prepare(turn.request)
+        calls = openai.ToolCallScan()
         try:
+            calls.see(first)
             await out.write(first)
             async for chunk in response.content.iter_any():
+                calls.see(chunk)
                 await out.write(chunk)
         except (ConnectionError, aiohttp.ClientConnectionResetError):
             if turn.request.transport is None or turn.request.transport.is_closing():
@@ -327,8 +337,15 @@ class TurnServer:
             self._pool.failed(engine, f"{type(error).__name__}: {error}")
             self._cut(turn, engine, f"{type(error).__name__}: {error}")
             return out
+        if calls.found:
+            self._await_tools(turn)
         await out.write_eof()
         return out
+
+    def _await_tools(self, turn: Turn) -> None:
+        """The reply calls tools, so the conversation goes on when they have run: have it kept until then."""
+        if self._plane is not None and turn.key is not None and turn.number:
+            self._plane.touch_later(turn.key, self._settings.tool_ttl_s, turn.number)
 
     def _cut(self, turn: Turn, engine: Engine, problem: str) -> None:
         """End a stream that its engine broke off so that the client can tell: without its last chunk."""
@@ -347,6 +364,8 @@ class TurnServer:
         if not isinstance(answer, dict) or "choices" not in answer:
             raise LegFailedError(engine, "answered 200 with what is not a completion")
         answer.pop("kv_transfer_params", None)
+        if openai.calls_tools(answer):
+            self._await_tools(turn)
         if turn.path is Path.DIRECT:
             turn.reused_tokens = openai.cached_tokens(answer)
         elif turn.prefilled is not None and turn.prefilled.params is not None:

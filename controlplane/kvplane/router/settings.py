@@ -76,6 +76,8 @@ class RouterSettings:
     plane_timeout_s: float = 0.25
     turn_wait_s: float = 0.05
     """How long the control plane may wait for a turn of the same conversation that is still in flight."""
+    tool_ttl_s: float = 300.0
+    """For how long a conversation whose reply calls tools is to be kept, as far as engines can."""
     connect_timeout_s: float = 2.0
     prefill_timeout_s: float = 300.0
     first_byte_timeout_s: float = 300.0
@@ -106,6 +108,7 @@ class RouterSettings:
             raise SettingsError("--tenant: must be 1 to 256 bytes")
         for name in (
             "plane_timeout_s",
+            "tool_ttl_s",
             "connect_timeout_s",
             "prefill_timeout_s",
             "first_byte_timeout_s",

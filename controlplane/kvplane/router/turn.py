@@ -31,6 +31,10 @@ class Turn:
     key: ConversationKey | None = None
     number: int = 0
     """From the control plane; 0 without one, and then the decode engine keeps nothing."""
+    turn_index: int = 0
+    idle_s: float | None = None
+    lease_class: int | None = None
+    """Of the turns before, see BegunTurn: for the engine that runs this one."""
     location: Location | None = None
     holder: Engine | None = None
     decode_only: str | None = None
@@ -117,8 +121,7 @@ class TurnPlanner:
         """Return the model that names the conversation; that of the engines where the client names none."""
         if turn.body.get("model") is not None:
             return turn.model if identity.usable_id(turn.model) else None
-        served = {model for engine in self._pool.decode_engines() for model in engine.models}
-        return served.pop() if len(served) == 1 else None
+        return self._pool.only_model()
 
     async def decide(self, turn: Turn, mode: PathMode) -> None:
         """Begin the turn at the control plane and choose its path."""
@@ -150,6 +153,7 @@ class TurnPlanner:
             if begun is None:
                 return "plane_unavailable"
             turn.number, turn.location = begun.turn, begun.location
+            turn.turn_index, turn.idle_s, turn.lease_class = begun.turn_index, begun.idle_s, begun.lease_class
             miss = str(begun.miss) if begun.miss is not None else ""
         if turn.location is not None:
             holder = self._pool.holder(turn.location)
