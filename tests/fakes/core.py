@@ -48,6 +48,8 @@ class EngineConfig:
     token_gap_s: float = 0.0
     recompute_threshold: int = 64
     data_parallel_rank: int = 0
+    reads_refused: str = ""
+    """Why a prefill engine reads from nobody, "" if it does."""
     host: str = "127.0.0.1"
     announces_endpoint: bool = False
 
@@ -271,6 +273,8 @@ class EngineCore:
         promise = params.get("kvplane")
         if not promise:
             return 0, "no_fingerprint"
+        if self.config.reads_refused:
+            return 0, "cold"
         hashes = bytes.fromhex(promise["fingerprint"]["chain"])
         equal = kv.matching_tokens(self.config.model, hashes, promise["token_count"], work.tokens)
         work.matched_tokens = equal
@@ -345,6 +349,7 @@ class EngineCore:
         if is_prefill:
             answer["kvplane"] = {
                 "outcome": work.outcome,
+                "detail": self.config.reads_refused,
                 "reused_tokens": work.pulled_tokens,
                 "matched_tokens": work.matched_tokens,
                 "local_tokens": work.local_tokens,

@@ -211,6 +211,14 @@ async def test_completions_too() -> None:
             prompt += extra + " " + text
 
 
+async def test_a_prefill_engine_that_does_not_read_from_the_holder_now_says_so() -> None:
+    p = EngineConfig(EngineRole.PREFILL, prefix_caching=False, reads_refused="peer_breaker")
+    async with rig(prefill=[p]) as r:
+        await r.say(long_text(200))
+        reply = await r.say("next", path="pull")
+        assert (reply.path, reply.reason, reply.reused) == ("pull", "peer_breaker", "0")
+
+
 async def test_a_prefill_engine_that_has_it_all_pulls_nothing() -> None:
     async with rig(prefill=[EngineConfig(EngineRole.PREFILL)]) as r:
         await r.say(long_text(200))

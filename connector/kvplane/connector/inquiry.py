@@ -86,6 +86,7 @@ class Inquirer:
         self._timeout_s = timeout_s
         self._memory = PromptMemory(chunk_tokens)
         self._chains = ChainCache()
+        self._reported: set[tuple[str, type[Exception]]] = set()
 
     async def inquire(
         self, client: ControlPlaneClient, question: Question, owner: str, slot: Slot[Answer]
@@ -104,14 +105,20 @@ class Inquirer:
         except ControlPlaneUnavailableError:
             answer = replace(cold("control_plane_silent"), begun=begun)
         except ControlPlaneError as error:
-            _log.warning("control_plane_refused", call="ask", error=type(error).__name__, reason=error.reason)
+            self._report("control_plane_refused", error, reason=error.reason)
             answer = replace(cold("control_plane_refused"), begun=begun)
         except Exception as error:
-            _log.error("connector_fault", where="ask", error=type(error).__name__, trace=trace(error))
+            self._report("connector_fault", error, trace=trace(error))
             answer = replace(cold("fault"), begun=begun)
         taken = slot.put(answer)
         if unsure or (answer.claim is not None and not taken):
             await finish_claim(client, claim_id, owner)
+
+    def _report(self, event: str, error: Exception, **more: str) -> None:
+        """Log what should not be; each kind once, since each request may meet it."""
+        if (event, type(error)) not in self._reported:
+            self._reported.add((event, type(error)))
+            _log.warning(event, where="ask", error=type(error).__name__, **more)
 
     async def _begin(self, client: ControlPlaneClient, question: Question) -> BegunTurn:
         async def begin(key: ConversationKey, chain: bytes | None = None) -> BegunTurn:
@@ -221,11 +228,8 @@ async def finish_claim(client: ControlPlaneClient, claim_id: str, owner: str) ->
         except ControlPlaneUnavailableError:
             if attempt + 1 < _FINISH_ATTEMPTS:
                 await asyncio.sleep(_FINISH_AGAIN_S)
-        except ControlPlaneError as error:
-            _log.warning(
-                "control_plane_refused", call="finish", error=type(error).__name__, reason=error.reason
-            )
-            return
+        except ControlPlaneError:
+            return  # it has no such claim of ours
 
 
 def cold(detail: str) -> Answer:

@@ -391,7 +391,7 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
                 tokens=request.prompt_token_ids,
                 items=request_items(request),
                 local_tokens=local_tokens,
-                least_tokens=0 if unreadable else max(1, self.kv_recompute_threshold),
+                least_tokens=0 if unreadable else max(1, getattr(self, "kv_recompute_threshold", 64)),
                 avoided=self._reader.breaker.held(),
             )
         except Exception as error:

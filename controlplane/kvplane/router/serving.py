@@ -35,9 +35,17 @@ from kvplane.router.upstream import (
 
 log = structlog.get_logger("kvplane.router")
 
-_PULL_OUTCOMES = frozenset(
-    {"pulled", "mismatch", "local_hit", "below_threshold", "no_fingerprint", "cold", "failed"}
-)
+_PULL_DETAILS = frozenset({"peer_breaker", "queued_too_long"})
+"""Details that say more than their outcome, "cold"."""
+_PULL_OUTCOMES = _PULL_DETAILS | {
+    "pulled",
+    "mismatch",
+    "local_hit",
+    "below_threshold",
+    "no_fingerprint",
+    "cold",
+    "failed",
+}
 
 
 class TurnServer:
@@ -247,7 +255,8 @@ class TurnServer:
             self._metrics.no_prefill_params.inc()
         self._metrics.prefill.labels(turn.path).observe(prefilled.seconds)
         if claim is not None:
-            turn.reason = prefilled.outcome if prefilled.outcome in _PULL_OUTCOMES else "pulled"
+            outcome = prefilled.detail if prefilled.detail in _PULL_DETAILS else prefilled.outcome
+            turn.reason = outcome if outcome in _PULL_OUTCOMES else "pulled"
             turn.reused_tokens = prefilled.count("reused_tokens") if prefilled.envelope else None
         return prefilled
 

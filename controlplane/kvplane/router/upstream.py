@@ -108,6 +108,12 @@ class Prefilled:
         value = self.envelope.get("outcome")
         return value if isinstance(value, str) else ""
 
+    @property
+    def detail(self) -> str:
+        """Why, in a word; "" if it does not say."""
+        value = self.envelope.get("detail")
+        return value if isinstance(value, str) else ""
+
     def count(self, name: str) -> int:
         """Return a count of the envelope, 0 if absent."""
         value = self.envelope.get(name)
