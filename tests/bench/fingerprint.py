@@ -3,7 +3,8 @@
 python tests/bench/fingerprint.py [--tokens 32000] [--chunk-tokens 64] [--rounds 30]
 
 `made` is what a decode engine does when a turn ends, `verified` what a prefill engine does once per request;
-`next` is the conversation's next turn, 500 tokens longer. The engine's token lists are plain lists.
+`next` is the conversation's next turn, 500 tokens longer. As in an engine, the tokens are lists, and vLLM has
+hashed their blocks already; `unnamed` is the next turn where it has not (no prefix cache).
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvplane.connector.chains import ChainCache
-from kvplane.connector.fingerprint import Context, make_chain, matching_tokens
+from kvplane.connector.fingerprint import Context, NamedTokens, make_chain, matching_tokens
 
 TOKENS = (2_000, 8_000, 32_000, 64_000, 128_000)
 NEW_TOKENS = 500
-COLUMNS = ("made", "made, next", "verified", "verified, next")
+BLOCK_TOKENS = 16
+COLUMNS = ("made", "next", "verified", "next", "unnamed")
 CONTEXT = Context("model", "main", "bfloat16", settings="0" * 32)
 
 
@@ -40,16 +42,20 @@ def measure(tokens: int, chunk_tokens: int, rounds: int) -> list[float]:
 def one_round(rng: random.Random, tokens: int, chunk_tokens: int) -> tuple[float, ...]:
     """Return one measurement of each of COLUMNS, in ms."""
     following = rng.choices(range(150_000), k=tokens + NEW_TOKENS)
-    prompt, decode, prefill = [*following, *range(50)], ChainCache(), ChainCache()
-    made, verified = list[float](), list[float]()
+    prompt, decode, prefill, unnamed = [*following, *range(50)], ChainCache(), ChainCache(), ChainCache()
+    names = [rng.randbytes(32) for _ in range(len(prompt) // BLOCK_TOKENS)]
+    made, verified, last = list[float](), list[float](), 0.0
     for held in (following[:tokens], following):
         chain = make_chain(CONTEXT, held, chunk_tokens)
-        made.append(cpu_ms(partial(make_chain, CONTEXT, held, chunk_tokens, hasher=decode)))
-        verify = partial(matching_tokens, chain, len(held), chunk_tokens, CONTEXT, prompt)
+        mine = NamedTokens(held, len(held), names[: len(held) // BLOCK_TOKENS], BLOCK_TOKENS)
+        theirs = NamedTokens(prompt, len(prompt), names, BLOCK_TOKENS)
+        made.append(cpu_ms(partial(make_chain, CONTEXT, mine, chunk_tokens, hasher=decode)))
+        verify = partial(matching_tokens, chain, len(held), chunk_tokens, CONTEXT, theirs)
         verified.append(cpu_ms(partial(verify, hasher=prefill)))
+        last = cpu_ms(partial(make_chain, CONTEXT, held, chunk_tokens, hasher=unnamed))
         if verify() != len(held):
             raise RuntimeError("what is equal did not match")
-    return *made, *verified
+    return *made, *verified, last
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from hashlib import sha256
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,14 @@ from hypothesis import strategies as st
 
 from kvplane.connector import fingerprint
 from kvplane.connector.chains import ChainCache
-from kvplane.connector.fingerprint import Context, Item, make_chain, matching_tokens, segment_tokens
+from kvplane.connector.fingerprint import (
+    Context,
+    Item,
+    NamedTokens,
+    make_chain,
+    matching_tokens,
+    segment_tokens,
+)
 
 BASE = Context("model")
 SEGMENT = segment_tokens(64)
@@ -17,6 +26,68 @@ SEGMENT = segment_tokens(64)
 
 def history(count: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(150_000), k=count)
+
+
+def named(tokens: Sequence[int], count: int | None = None, per_name: int = 16) -> NamedTokens:
+    names, name = list[bytes](), b""
+    for start in range(0, len(tokens) // per_name * per_name, per_name):
+        name = sha256(name + repr(tokens[start : start + per_name]).encode()).digest()
+        names.append(name)
+    return NamedTokens(tokens, len(tokens) if count is None else count, names, per_name)
+
+
+class Unread(list[int]):
+    """Tokens that nobody may look at before a place."""
+
+    def __init__(self, tokens: list[int], place: int) -> None:
+        super().__init__(tokens)
+        self.place = place
+
+    def __getitem__(self, index: object) -> list[int]:  # type: ignore[override]
+        assert isinstance(index, slice)
+        assert index.start >= self.place
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("all tokens are looked at")
+
+
+def test_what_has_a_known_name_is_not_looked_at() -> None:
+    cache, first = ChainCache(), history(5 * SEGMENT)
+    make_chain(BASE, named(first), 64, hasher=cache)
+    following = [*first, *history(300, 1)]
+    names = named(following)._names
+    chain = make_chain(BASE, following, 64)
+    unread = NamedTokens(Unread(following, 5 * SEGMENT), len(following), names, 16)
+    assert make_chain(BASE, unread, 64, hasher=cache) == chain
+    assert matching_tokens(chain, len(following), 64, BASE, unread, hasher=cache) == len(following)
+
+
+def test_a_name_counts_for_what_it_stands_for_only() -> None:
+    cache, tokens = ChainCache(), history(3 * SEGMENT)
+    item = [Item("cat", SEGMENT + 3, 9)]
+    for context in (BASE, replace(BASE, cache_salt="s")):
+        for items in ([], item):
+            for chunk in (64, 32):
+                expected = make_chain(context, tokens, chunk, items)
+                assert make_chain(context, named(tokens), chunk, items, cache) == expected
+    assert make_chain(BASE, tokens, 64, hasher=cache) == make_chain(BASE, tokens, 64)
+
+
+@pytest.mark.parametrize("per_name", [7, 16, 1000, 2048])
+def test_names_of_any_span_change_no_result(per_name: int) -> None:
+    cache, tokens = ChainCache(), history(4 * SEGMENT + 5)
+    for count in (len(tokens), 3 * SEGMENT + 1, 10, len(tokens)):
+        expected = make_chain(BASE, tokens[:count], 64)
+        assert make_chain(BASE, named(tokens, count, per_name), 64, hasher=cache) == expected
+
+
+def test_tokens_with_names_are_a_sequence() -> None:
+    tokens = NamedTokens(list(range(10)), 6, (), 1)
+    assert (len(tokens), list(tokens), tokens[-1], tokens[4:9]) == (6, [0, 1, 2, 3, 4, 5], 5, [4, 5])
+    with pytest.raises(IndexError):
+        tokens[6]
+    assert len(NamedTokens([1], 5, (), 1)) == 1
 
 
 def test_the_next_turn_hashes_what_is_new_in_it() -> None:

@@ -13,13 +13,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvplane.connector.chains import ChainCache
-from kvplane.connector.fingerprint import Context, Hasher, Item, hash_chunks, make_chain, matching_tokens
+from kvplane.connector.fingerprint import Context, Hasher, Item, hash_segment, make_chain, matching_tokens
 
 NAMES = [field.name for field in fields(Context)]
 texts = st.text(max_size=6)
 contexts = st.builds(Context, **dict.fromkeys(NAMES, texts))
 REPRESENTATIONS: list[Callable[[list[int]], Sequence[int]]] = [list, tuple, lambda t: array("i", t)]
-HASHERS: list[Callable[[], Hasher]] = [lambda: hash_chunks, ChainCache]
+HASHERS: list[Callable[[], Hasher]] = [lambda: hash_segment, ChainCache]
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def changes(draw: st.DrawFn, held: Prompt) -> tuple[Prompt, int]:
     return replace(held, items=tuple(others)), item.offset
 
 
-def match(held: Prompt, prompt: Prompt, chunk: int, hasher: Hasher = hash_chunks) -> int:
+def match(held: Prompt, prompt: Prompt, chunk: int, hasher: Hasher = hash_segment) -> int:
     chain = make_chain(held.context, held.tokens, chunk, held.items)
     return matching_tokens(
         chain, len(held.tokens), chunk, prompt.context, prompt.tokens, prompt.items, hasher

@@ -37,7 +37,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvplane.connector import compat
 from kvplane.connector import scheduler as under_test
-from kvplane.connector.engine import cache_layout
+from kvplane.connector.engine import cache_layout, request_context, request_tokens
 from kvplane.connector.fingerprint import make_chain
 from tests.vllm.runner import run
 from tests.vllm.scheduler_checks import Recorder, config
@@ -88,6 +88,7 @@ class Side:
         self.rng = rng
         self.layout = layout_of(specs)
         sizes = [spec.block_size for spec in specs]
+        self.layout.hash_block_size = math.gcd(*sizes)
         self.manager = KVCacheManager(
             self.layout,
             max_model_len=4096,
@@ -296,6 +297,50 @@ def check_the_next_turn_is_hashed_for_what_is_new() -> None:
     for _ in range(5):  # asked again and again while it waits, and after a preemption
         assert p.connector.get_num_new_matched_tokens(made, 0) == (2103, True)
     assert p.connector._chains.hashed_tokens == 2103
+    following = d.run([*kept[1], *range(50)], 3, "r2", {"kvplane": ENVELOPE})
+    d.connector.update_state_after_alloc(following, None, 0)
+    assert retain(d, following, 0) is not None
+    assert d.connector._chains.known_tokens == 2048
+    assert d.connector._chains.hashed_tokens == 2103 + (2103 - 2048) + 50 + 2
+
+
+def check_vllms_hashes_are_names_only_where_they_fit() -> None:
+    side = Side("kv_consumer", [full()], random.Random(0))
+    made = side.request(list(range(2000)), "r")
+    named = request_tokens(made, made.all_token_ids, 1990, side.layout)
+    assert (len(named), list(named), named[-1]) == (1990, list(range(1990)), 1989)
+    assert named.name(1024) == made.block_hashes[63]
+    assert not named.name(1025)
+    assert not named.name(0)
+    plain = Request("r", list(range(2000)), SamplingParams(), None)
+    short = side.request(list(range(9)), "r")
+    for of, layout in (
+        (plain, side.layout),  # no prefix cache
+        (short, side.layout),
+        (made, layout_of([full()])),  # vLLM does not say how many tokens a hash is for
+    ):
+        assert not request_tokens(of, of.all_token_ids, of.num_tokens, layout).name(16)
+    made.block_hashes = [b"x" * 16 for _ in made.block_hashes]  # not SHA-256
+    assert not request_tokens(made, made.all_token_ids, 2000, side.layout).name(1024)
+    del made.block_hashes[0]
+    assert not request_tokens(made, made.all_token_ids, 2000, side.layout).name(1024)
+
+
+def check_the_same_tokens_under_another_salt_are_hashed_again() -> None:
+    side = Side("kv_consumer", [full()], random.Random(0))
+    chains = set()
+    for salt in (None, "a", "b", "a"):
+        made = Request(
+            "r", list(range(2048)), SamplingParams(), None, cache_salt=salt, block_hasher=side.hasher
+        )
+        context = request_context(side.connector._context, made)
+        assert context is not None
+        tokens = request_tokens(made, made.all_token_ids, 2048, side.layout)
+        chain = make_chain(context, tokens, 64, hasher=side.connector._chains)
+        assert chain == make_chain(context, list(range(2048)), 64)
+        chains.add(chain)
+    assert len(chains) == 3
+    assert side.connector._chains.hashed_tokens == 3 * 2048
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """What was hashed lately: the next turn of a conversation hashes only what is new in it.
 
 A conversation's next turn begins with the tokens of the last one, and many conversations begin with the same
-system prompt. hash_chunks is a function of what it is given, so remembering its results by the very bytes it
-was given is safe whatever happens to a history: an edit costs what comes after it, nothing else.
+system prompt. hash_segment is a function of what it is given, so remembering its results by the very bytes it
+was given is safe whatever happens to a history: an edit costs what comes after it, nothing else. Where a
+segment has a name, the name is remembered instead, and its tokens are not even looked at.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 
-from kvplane.connector.fingerprint import Item, hash_chunks, segment_tokens
+from kvplane.connector.fingerprint import Item, Segment, hash_segment, segment_tokens
+
+_Key = tuple[bytes, bool, bytes, int, tuple[Item, ...]]
 
 CACHE_BYTES = 64 << 20
 """Default bound of a cache: some 15 million tokens."""
@@ -32,7 +35,7 @@ class ChainCache:
     def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._known: OrderedDict[tuple[bytes, bytes, int, tuple[Item, ...]], bytes] = OrderedDict()
+        self._known: OrderedDict[_Key, bytes] = OrderedDict()
         self.hashed_tokens = 0
         """Tokens that had to be hashed."""
         self.known_tokens = 0
@@ -46,23 +49,23 @@ class ChainCache:
     def __len__(self) -> int:
         return len(self._known)
 
-    def __call__(self, previous: bytes, packed: bytes, chunk_tokens: int, items: tuple[Item, ...]) -> bytes:
-        """See fingerprint.hash_chunks."""
-        if len(packed) < 4 * segment_tokens(chunk_tokens):
-            self.hashed_tokens += len(packed) // 4
-            return hash_chunks(previous, packed, chunk_tokens, items)
-        key = (previous, packed, chunk_tokens, items)
+    def __call__(self, segment: Segment) -> bytes:
+        """See fingerprint.hash_segment."""
+        if segment.tokens < segment_tokens(segment.chunk_tokens):
+            self.hashed_tokens += segment.tokens
+            return hash_segment(segment)
+        what = segment.name or segment.packed()
+        key = (segment.previous, bool(segment.name), what, segment.chunk_tokens, segment.items)
         entries = self._known.get(key)
         if entries is not None:
             self._known.move_to_end(key)
-            self.known_tokens += len(packed) // 4
+            self.known_tokens += segment.tokens
             return entries
-        self.hashed_tokens += len(packed) // 4
-        entries = self._known[key] = hash_chunks(previous, packed, chunk_tokens, items)
-        self._bytes += _cost(packed, entries, items)
+        self.hashed_tokens += segment.tokens
+        entries = self._known[key] = hash_segment(segment)
+        self._bytes += _cost(key, entries)
         while self._bytes > self._max_bytes:
-            (_, old, _, of), value = self._known.popitem(last=False)
-            self._bytes -= _cost(old, value, of)
+            self._bytes -= _cost(*self._known.popitem(last=False))
         return entries
 
     def clear(self) -> None:
@@ -71,6 +74,7 @@ class ChainCache:
         self._bytes = 0
 
 
-def _cost(packed: bytes, entries: bytes, items: tuple[Item, ...]) -> int:
+def _cost(key: _Key, entries: bytes) -> int:
+    _, _, what, _, items = key
     held = sum(sys.getsizeof(item.identifier) + 100 for item in items)
-    return len(packed) + len(entries) + held + _ENTRY_OVERHEAD
+    return len(what) + len(entries) + held + _ENTRY_OVERHEAD

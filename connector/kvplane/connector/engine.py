@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import PurePath
@@ -18,7 +19,7 @@ from kvplane.client.model import ConversationKey, EngineId, EngineProfile, Engin
 from kvplane.connector import compat
 from kvplane.connector.config import ConfigError, ConnectorConfig
 from kvplane.connector.envelope import is_id
-from kvplane.connector.fingerprint import Context, Item
+from kvplane.connector.fingerprint import Context, Item, NamedTokens
 from kvplane.connector.groups import CacheLayout, Group
 from kvplane.connector.settings import digest, kv_settings
 
@@ -209,6 +210,21 @@ def request_context(base: Context, request: Any) -> Context | None:
         lora_path=lora.lora_path if lora is not None else "",
         cache_salt=request.cache_salt or "",
     )
+
+
+def request_tokens(request: Any, tokens: Sequence[int], count: int, kv_cache_config: Any) -> NamedTokens:
+    """Return the first `count` of a request's tokens, with vLLM's hashes of its blocks as names if it may.
+
+    vLLM has hashed every full block, with everything before it, for its prefix cache; those hashes say which
+    tokens they stand for as surely as SHA-256 does, within this process. They are names for what is
+    remembered here, and never leave it. Left aside where they are not exactly what is expected.
+    """
+    per_name = getattr(kv_cache_config, "hash_block_size", None) or 0
+    names = getattr(request, "block_hashes", None) or ()
+    sound = per_name > 0 and len(names) == request.num_tokens // per_name
+    if not sound or not names or len(names[0]) != hashlib.sha256().digest_size:
+        return NamedTokens(tokens, count, (), 1)
+    return NamedTokens(tokens, count, names, per_name)
 
 
 def request_items(request: Any) -> Sequence[Item]:

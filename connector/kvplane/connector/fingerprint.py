@@ -13,7 +13,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from hashlib import blake2b
+from itertools import islice
+from typing import overload
 
 ENTRY_BYTES = 8
 """Size of one chain entry."""
@@ -63,16 +66,76 @@ class Item:
         return self.offset + max(1, self.length)
 
 
-Hasher = Callable[[bytes, bytes, int, tuple[Item, ...]], bytes]
-"""What hash_chunks is. Whatever takes its place returns the same."""
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Successive chunks of a prompt, to be hashed in one go.
 
-
-def hash_chunks(previous: bytes, packed: bytes, chunk_tokens: int, items: tuple[Item, ...]) -> bytes:
-    """Return the entries of the chunks in `packed`, which follow the entry `previous`.
-
-    `items` are those that touch it, in order, placed relative to its first token.
+    Attributes:
+        previous: the entry before the first.
+        tokens: how many.
+        chunk_tokens: of a chunk.
+        items: those that touch it, in order, placed relative to its first token.
+        name: stands for all tokens up to its end, in this process; b"" if there is no such name.
+        packed: returns its token ids packed. O(tokens) the first time.
     """
-    entries, step = list[bytes](), 4 * chunk_tokens
+
+    previous: bytes
+    tokens: int
+    chunk_tokens: int
+    items: tuple[Item, ...]
+    name: bytes
+    packed: Callable[[], bytes]
+
+
+Hasher = Callable[[Segment], bytes]
+"""What hash_segment is. Whatever takes its place returns the same."""
+
+
+class NamedTokens(Sequence[int]):
+    """The first tokens of a list, with names for beginnings of it that somebody else has hashed already.
+
+    Args:
+        tokens: the list; neither copied nor changed.
+        count: how many of them.
+        names: names[i] stands for the first (i + 1) * `per_name` tokens: never the same for others.
+        per_name: tokens per name.
+    """
+
+    __slots__ = ("_count", "_names", "_per_name", "_tokens")
+
+    def __init__(self, tokens: Sequence[int], count: int, names: Sequence[bytes], per_name: int) -> None:
+        self._tokens, self._count = tokens, min(count, len(tokens))
+        self._names, self._per_name = names, per_name
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(self._count)
+            return self._tokens[start:stop:step]
+        return self._tokens[range(self._count)[index]]
+
+    def __iter__(self) -> Iterator[int]:
+        whole = self._count == len(self._tokens)
+        return iter(self._tokens) if whole else islice(self._tokens, self._count)
+
+    def name(self, count: int) -> bytes:
+        """Return what stands for the first `count` tokens, b"" if nothing does."""
+        index, rest = divmod(count, self._per_name)
+        return self._names[index - 1] if not rest and 0 < index <= len(self._names) else b""
+
+
+def hash_segment(segment: Segment) -> bytes:
+    """Return the entries of a segment's chunks."""
+    previous, packed, items = segment.previous, segment.packed(), segment.items
+    entries, step = list[bytes](), 4 * segment.chunk_tokens
     for start in range(0, len(packed), step):
         chunk = packed[start : start + step]
         if items:
@@ -89,7 +152,7 @@ def make_chain(
     tokens: Sequence[int],
     chunk_tokens: int,
     items: Sequence[Item] = (),
-    hasher: Hasher = hash_chunks,
+    hasher: Hasher = hash_segment,
 ) -> bytes:
     """Return the chain over all of `tokens`: ceil(len(tokens) / chunk_tokens) entries.
 
@@ -97,7 +160,7 @@ def make_chain(
     with a `chains.ChainCache` that knows them.
     Raises OverflowError for a token id outside int32.
     """
-    return b"".join(_segments(context.seed(), pack(tokens), chunk_tokens, items, hasher))
+    return b"".join(_entries(context.seed(), tokens, len(tokens), chunk_tokens, items, hasher))
 
 
 def matching_tokens(
@@ -107,7 +170,7 @@ def matching_tokens(
     context: Context,
     tokens: Sequence[int],
     items: Sequence[Item] = (),
-    hasher: Hasher = hash_chunks,
+    hasher: Hasher = hash_segment,
 ) -> int:
     """Return how many tokens from the start are the same in `chain` (over `token_count` tokens) and `tokens`.
 
@@ -120,8 +183,8 @@ def matching_tokens(
     comparable = token_count
     if len(tokens) < token_count:  # the chain's last chunks reach past the prompt
         comparable = len(tokens) // chunk_tokens * chunk_tokens
-    packed, same = pack(tokens, comparable), 0
-    for mine in _segments(context.seed(), packed, chunk_tokens, items, hasher):
+    same = 0
+    for mine in _entries(context.seed(), tokens, comparable, chunk_tokens, items, hasher):
         theirs = chain[same : same + len(mine)]
         if mine != theirs:
             while mine[:ENTRY_BYTES] == theirs[:ENTRY_BYTES]:
@@ -131,13 +194,8 @@ def matching_tokens(
     return min(same // ENTRY_BYTES * chunk_tokens, comparable)
 
 
-def pack(tokens: Sequence[int], count: int | None = None) -> bytes:
-    """Return the first `count` token ids (all by default) as little-endian int32.
-
-    Raises OverflowError for one outside int32.
-    """
-    if count is not None and count < len(tokens):
-        tokens = tokens[:count]
+def pack(tokens: Sequence[int]) -> bytes:
+    """Return token ids as little-endian int32. Raises OverflowError for one outside int32."""
     try:
         return struct.pack(f"<{len(tokens)}i", *tokens)
     except struct.error as error:
@@ -149,21 +207,46 @@ def segment_tokens(chunk_tokens: int) -> int:
     return max(1, SEGMENT_TOKENS // chunk_tokens) * chunk_tokens
 
 
-def _segments(
-    seed: bytes, packed: bytes, chunk_tokens: int, items: Sequence[Item], hasher: Hasher
+def _entries(
+    seed: bytes,
+    tokens: Sequence[int],
+    count: int,
+    chunk_tokens: int,
+    items: Sequence[Item],
+    hasher: Hasher,
 ) -> Iterator[bytes]:
-    """Yield the chain's entries, a segment's at a time."""
+    """Yield the entries of the first `count` tokens' chain, a segment's at a time."""
     pending = sorted(items, key=lambda item: (item.offset, item.length, item.identifier))
     previous, step = seed, segment_tokens(chunk_tokens)
-    count = len(packed) // 4
+    named = tokens if isinstance(tokens, NamedTokens) else None
+    packer = _Packer(tokens, count)
     for start in range(0, count, step):
         end = min(start + step, count)
         touching = _within(pending, start, end) if pending else ()
         if touching:
             pending = [item for item in pending if item.end > end]
-        entries = hasher(previous, packed[4 * start : 4 * end], chunk_tokens, touching)
+        name = named.name(end) if named is not None else b""
+        packed = partial(packer.packed, start, end)
+        entries = hasher(Segment(previous, end - start, chunk_tokens, touching, name, packed))
         previous = entries[-ENTRY_BYTES:]
         yield entries
+
+
+class _Packer:
+    """Packs tokens from where they are first asked for, in one go: what is before is known by name."""
+
+    def __init__(self, tokens: Sequence[int], count: int) -> None:
+        self._tokens, self._count = tokens, count
+        self._start, self._packed = count, b""
+
+    def packed(self, start: int, end: int) -> bytes:
+        if start < self._start:
+            whole = (
+                not start and self._count == len(self._tokens) and not isinstance(self._tokens, NamedTokens)
+            )
+            self._packed = pack(self._tokens if whole else self._tokens[start : self._count])
+            self._start = start
+        return self._packed[4 * (start - self._start) : 4 * (end - self._start)]
 
 
 def _within(items: Sequence[Item], start: int, end: int) -> tuple[Item, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvplane.connector.envelope import SETTINGS, Outcome, read_promise
-from kvplane.connector.fingerprint import Context, Hasher, Item, hash_chunks, matching_tokens
+from kvplane.connector.fingerprint import Context, Hasher, Item, hash_segment, matching_tokens
 from kvplane.connector.groups import CacheLayout
 
 
@@ -43,7 +43,7 @@ def plan_pull(
     tokens: Sequence[int],
     items: Sequence[Item] = (),
     too_late: bool = False,
-    hasher: Hasher = hash_chunks,
+    hasher: Hasher = hash_segment,
 ) -> PullPlan:
     """Decide what to pull for a prompt. O(equal prefix), less what `hasher` remembers.
 

@@ -25,6 +25,7 @@ from kvplane.connector.engine import (
     describe_engine,
     request_context,
     request_items,
+    request_tokens,
 )
 from kvplane.connector.envelope import MEMBER, SETTINGS, Envelope, Outcome, read_envelope
 from kvplane.connector.inquiry import Question
@@ -305,7 +306,7 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
             request_id=request.request_id,
             envelope=envelope,
             context=request_context(self._context, request),
-            tokens=request.all_token_ids[:tokens],
+            tokens=request_tokens(request, request.all_token_ids, tokens, self.kv_cache_config),
             items=request_items(request),
             blocks=[block for group in block_ids for block in group if block],
             params=params,
@@ -426,7 +427,9 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
                 request.kv_transfer_params,
                 layout=self._layout,
                 context=request_context(self._context, request),
-                tokens=request.prompt_token_ids or (),
+                tokens=request_tokens(
+                    request, request.prompt_token_ids or (), request.num_prompt_tokens, self.kv_cache_config
+                ),
                 items=request_items(request),
                 too_late=too_late,
                 hasher=self._chains,
