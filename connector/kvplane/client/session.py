@@ -22,6 +22,7 @@ from kvplane.client.errors import (
 )
 from kvplane.client.logs import get_logger, trace
 from kvplane.client.outbox import Batch, Outbox
+from kvplane.client.sparing import Sparing
 from kvplane.v1 import engine_pb2
 
 FIRST_RETRY_S = 0.2
@@ -92,6 +93,7 @@ class EngineSession:
         self._draining = False
         self._reached = False
         self._trouble = ""
+        self._sparing = Sparing(monotonic)
         self.attached = False
         """Whether the control plane answers on a stream now."""
         self.fenced = False
@@ -174,9 +176,9 @@ class EngineSession:
             self._restart_by = None
             self._incarnations += 1
             self.last_contact = self._monotonic()
-            _log.info(
+            self._tell(
+                _log.info,
                 "engine_registered",
-                engine_id=self._spec.engine_id,
                 engine_epoch=self._registration.engine_epoch,
                 role=str(self._spec.role),
             )
@@ -241,7 +243,7 @@ class EngineSession:
         self.last_contact = now = self._monotonic()
         if not self.attached:
             self.attached, self._trouble = True, ""
-            _log.info("control_plane_attached", engine_id=self._spec.engine_id, held=len(self._outbox))
+            self._tell(_log.info, "control_plane_attached", held=len(self._outbox))
         while self._unacknowledged and next(iter(self._unacknowledged)) <= message.acknowledged_sequence:
             _, sent = self._unacknowledged.popitem(last=False)
             if now - sent.at > self._margin_s:
@@ -287,7 +289,7 @@ class EngineSession:
             self.last_contact = self._monotonic()
         if was_attached and not self._closing and not self.fenced:
             self._trouble = cause
-            _log.warning("control_plane_lost", engine_id=self._spec.engine_id, cause=cause)
+            self._tell(_log.warning, "control_plane_lost", cause=cause)
         return was_attached
 
     def _report(self, trouble: str, error: Exception, **more: str) -> None:
@@ -296,12 +298,18 @@ class EngineSession:
             return
         self._trouble = trouble
         unavailable = isinstance(error, ControlPlaneUnavailableError)
-        _log.warning(
+        self._tell(
+            _log.warning,
             "control_plane_unreachable" if unavailable else "control_plane_refused",
-            engine_id=self._spec.engine_id,
             error=type(error).__name__ if more else str(error),
             **more,
         )
+
+    def _tell(self, log: Callable[..., object], event: str, **fields: object) -> None:
+        """Log an event that a broken control plane may bring about for hours; a few times an hour."""
+        more = self._sparing.fields(event)
+        if more is not None:
+            log(event, engine_id=self._spec.engine_id, **fields, **more)
 
 
 def _to_wire(sequence: int, batch: Batch, *, sent_at_ms: int) -> engine_pb2.AttachEngineRequest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import threading
 import time
@@ -85,6 +86,7 @@ class EngineSessionThread:
         if self._thread is None and not self._closed:
             self._thread = threading.Thread(target=self._main, name="kvplane-session", daemon=True)
             self._thread.start()
+            atexit.register(self.close)  # an engine inside a program may end with it, without a word
 
     def announce(self, announcement: m.Announcement, *, expires_at: float) -> None:
         """Queue an announcement of blocks that live until `expires_at`; its ttl is filled in when sent."""
@@ -146,6 +148,7 @@ class EngineSessionThread:
         if self._stop is not None:
             self._call(self._stop.set)
         self._thread.join(timeout_s)
+        atexit.unregister(self.close)
 
     def _main(self) -> None:
         with contextlib.suppress(RuntimeError):  # the interpreter is on its way out

@@ -20,6 +20,7 @@ from kvplane.client.model import (
     ReleaseReason,
     RequestId,
 )
+from kvplane.client.sparing import Sparing
 from kvplane.connector.chains import ChainCache
 from kvplane.connector.config import ConnectorConfig
 from kvplane.connector.envelope import Envelope
@@ -31,7 +32,7 @@ from kvplane.connector.returns import Returns, Traits, lease_class
 _MAX_PARAMS_BYTES = 1 << 20
 _MAX_CHAIN_BYTES = 1 << 20
 _LATE_CONTACT_S = 10.0
-_SUMMARY_EVERY_S = 60.0
+_SUMMARY_EVERY_S = 600.0
 
 _log = get_logger("kvplane.connector")
 
@@ -147,6 +148,7 @@ class Keeper:
         self._fenced = False
         self._next_summary = 0.0
         self._summed: Counter[str] = Counter()
+        self._sparing = Sparing(monotonic)
         self.counts: Counter[str] = Counter()
         """What happened how often: "retained", "freed", and why turns were not retained.
 
@@ -369,7 +371,14 @@ class Keeper:
             case ev.Announced(result):
                 self.counts[f"announced:{result.outcome}"] += 1
                 if result.outcome is AnnounceOutcome.REFUSED:
-                    _log.warning("announcement_refused", request_id=result.request_id, detail=result.detail)
+                    more = self._sparing.fields("announcement_refused")
+                    if more is not None:
+                        _log.warning(
+                            "announcement_refused",
+                            request_id=result.request_id,
+                            detail=result.detail,
+                            **more,
+                        )
                     # Not freed at once: refused a second time, it may be on record from the first.
                     self._retention.withdraw(result.request_id)
                 elif result.outcome is AnnounceOutcome.CLAIMED:
@@ -407,7 +416,7 @@ class Keeper:
                     self._retention.release(retained)
 
     def _summarize(self) -> None:
-        """Log the counts, at most once a minute and only if they changed."""
+        """Log the counts, at most every ten minutes and only if they changed."""
         now = self._monotonic()
         if now < self._next_summary:
             return
