@@ -140,10 +140,9 @@ class Engine(EngineSessionThread):
                 items=(),
                 blocks=[number % 900, number % 900 + 1],
                 params={},
-                expires_at=self.now + 480,
             )
         )
-        if kept:
+        if kept is not None:
             self.held[name] = self.now + 480
         freed = {*self.keeper.step(500), *(held for held, end in self.held.items() if end <= self.now)}
         for gone in freed:

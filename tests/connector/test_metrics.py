@@ -39,9 +39,18 @@ class Engine:
         self.keeper = SimpleNamespace(counts=Counter[str](), retention=Retention(100, monotonic=lambda: 0.0))
         self.session = SimpleNamespace(attached=False, last_contact=None, dropped=0, queues={"events": 0})
         self.outcomes: Counter[str] = Counter()
+        self.questions: Counter[str] = Counter()
+        self.reads: Counter[str] = Counter()
 
     def snapshot(self) -> Snapshot:
-        return take_snapshot(self.meter, self.keeper, self.session, self.outcomes, monotonic=lambda: self.now)
+        return take_snapshot(
+            self.meter,
+            self.keeper,
+            self.session,
+            self.outcomes,
+            monotonic=lambda: self.now,
+            others={"questions": self.questions, "reads": self.reads},
+        )
 
     def values(self) -> dict[tuple[str, ...], float]:
         return {(metric.name, *labels): value for metric, labels, value in expand(self.snapshot())}
@@ -71,6 +80,8 @@ class Engine:
         self.meter.compared(50, 0, Outcome.MISMATCH)
         self.meter.pulled(65)
         self.meter.faults["step"] += 1
+        self.questions["asked"] += 1
+        self.reads["read_failed"] += 1
         self.meter.resets["reload_weights"] += 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -51,15 +52,21 @@ class Instruments:
         self._changed = True
         self._debugging = debugging(_LOGGER)
 
-    def start(self, keeper: Any, session: Any, outcomes: Mapping[str, int]) -> None:
-        """Begin to read from the keeper, the session and the prefills' outcomes.
+    def start(
+        self, keeper: Any, session: Any, outcomes: Mapping[str, int], **others: Counter[str] | None
+    ) -> None:
+        """Begin to read from the keeper, the session, the prefills' outcomes, and other counts by metric.
 
         Raises:
             ConfigError: the port of the own /metrics cannot be had.
         """
 
         def snapshot() -> Snapshot:
-            return take_snapshot(self.meter, keeper, session, outcomes, monotonic=self._monotonic)
+            return take_snapshot(
+                self.meter, keeper, session, outcomes, monotonic=self._monotonic, others=more
+            )
+
+        more = {name: counts for name, counts in others.items() if counts is not None}
 
         self._snapshot = snapshot
         if self._config.metrics_port and self._server is None:

@@ -77,6 +77,8 @@ METRICS = (
     _counter("dropped_announcements", "announcements dropped unsent"),
     _counter("cache_resets", "times everything retained was forgotten", "cause"),
     _counter("faults", "faults of the connector itself; each costs reuse, never a request", "where"),
+    _counter("questions", "questions of this prefill engine to the control plane", "outcome"),
+    _counter("reads", "reads by this prefill engine, and its peers put on the breaker", "outcome"),
     _counter("events", "whatever else the connector counts", "event"),
 )
 _BY_NAME = {metric.name: metric for metric in METRICS}
@@ -165,6 +167,7 @@ def take_snapshot(
     outcomes: Mapping[str, int],
     *,
     monotonic: Callable[[], float],
+    others: Mapping[str, Counter[str]] | None = None,
 ) -> Snapshot:
     """Return all values. From any thread; what is counted meanwhile may be in it or not. O(labels).
 
@@ -174,6 +177,7 @@ def take_snapshot(
         session: with the control plane.
         outcomes: of prefills, as "outcome" or "outcome:detail".
         monotonic: clock of the session.
+        others: more counts, by the name of their metric, which has one label.
     """
     values: dict[str, Counter[tuple[str, ...]]] = {metric.name: Counter() for metric in METRICS}
     for count, number in keeper.counts.copy().items():
@@ -211,7 +215,8 @@ def take_snapshot(
     snapshot: Snapshot = {name: [([], value)] for name, value in single.items()}
     for queue, size in session.queues.items():
         snapshot.setdefault("queue_entries", []).append(([queue], size))
-    for source, name in ((meter.faults, "faults"), (meter.resets, "cache_resets")):
+    sources = {"faults": meter.faults, "cache_resets": meter.resets, **(others or {})}
+    for name, source in sources.items():
         values[name].update({(label,): number for label, number in source.copy().items()})
     for name, counter in values.items():
         if counter:

@@ -115,7 +115,14 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
                 timeout_s=self._kvplane.ask_timeout_s,
                 monotonic=_clock,
             )
-        self._sight.start(self._keeper, self._session, self._ledger.outcomes)
+        asker = self._reader.asker
+        self._sight.start(
+            self._keeper,
+            self._session,
+            self._ledger.outcomes,
+            questions=asker.counts if asker is not None else None,
+            reads=self._reader.counts,
+        )
         self._watch.tell(self._on_change)
         self._session.start()
         _log.info(
