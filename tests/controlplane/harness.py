@@ -103,7 +103,10 @@ class Rig:
     async def touch(
         self, ttl_s: float = 300.0, conversation: m.ConversationKey | None = None, turn: int = 0
     ) -> m.Touched:
-        return await self.plane.touches.touch(conversation or key(), ttl_s, turn)
+        """Touch so that the record is wanted to live `ttl_s`: usable ten seconds less."""
+        return await self.plane.touches.touch(
+            conversation or key(), ttl_s - m.Settings().min_remaining_s, turn
+        )
 
     async def wanted_for_s(self, conversation: m.ConversationKey | None = None) -> float:
         """Return for how long a retained location is wanted, in seconds; 0 if nobody asked."""

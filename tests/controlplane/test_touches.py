@@ -48,6 +48,15 @@ async def test_the_planes_longest_life_bounds_a_wish(rig: Rig) -> None:
     assert await rig.wanted_for_s() == 480
 
 
+async def test_what_is_wanted_can_be_claimed_for_as_long(rig: Rig) -> None:
+    """An engine asks a turn back when it can be claimed no more, which is before its record ends."""
+    await rig.retain(await rig.engine(), "q1", ttl_s=30)
+    await rig.plane.touches.touch(key(), 15)
+    assert await rig.wanted_for_s() == 0
+    await rig.plane.touches.touch(key(), 25)
+    assert await rig.wanted_for_s() == 35
+
+
 async def test_what_adds_little_is_not_written(rig: Rig) -> None:
     engine = await rig.engine()
     await rig.retain(engine, "q1", ttl_s=290)

@@ -26,10 +26,12 @@ class Touches:
     async def touch(self, key: m.ConversationKey, ttl_s: float, turn: int = 0) -> m.Touched:
         """Note that a conversation, or its location of `turn` only, is wanted for `ttl_s` from now.
 
-        For at most as long as a record may live. Wishes only add up, and revive nothing: what is claimed,
-        expired, or on an engine that is gone or draining is not there to be kept. Raises ContentionError.
+        That is with the life that a claim needs on top, and for at most as long as a record may live. Wishes
+        only add up, and revive nothing: what is claimed, expired, or on an engine that is gone or draining is
+        not there to be kept. Raises ContentionError.
         """
-        ttl_ms = int(min(ttl_s, self._settings.max_location_ttl_s) * 1000)
+        usable_s = ttl_s + self._settings.min_remaining_s
+        ttl_ms = int(min(usable_s, self._settings.max_location_ttl_s) * 1000)
         return await self._ledger.decide(lambda: self._touch(key, ttl_ms, turn))
 
     def _touch(self, key: m.ConversationKey, ttl_ms: int, turn: int) -> Decision[m.Touched]:
