@@ -13,15 +13,17 @@ engines are loaded alike.
 from __future__ import annotations
 
 import heapq
-from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import mul
 
 from kvplane.connector.lease_class import CLASSES, COARSER
 
-_BORROWED = 40.0
-"""Turns that a coarser class counts for in the estimate of a finer one."""
+_BORROWED = 400.0
+"""Turns that a coarser class counts for in the estimate of a finer one, in each bin."""
+_SURE = 4.0
+"""Returns that it counts for in how much more, or less, often all in all a finer one comes back."""
 _SUPPOSED = 4.0
 """Turns that the supposition counts for with which everything begins: one return per longest lease."""
 
@@ -42,58 +44,51 @@ def bin_edges(max_ttl_s: float, min_ttl_s: float) -> tuple[float, ...]:
 class _Node:
     """Counts of one class, coarse or fine, for each bin."""
 
-    __slots__ = ("at_risk", "back", "halvings")
+    __slots__ = ("at_risk", "back")
 
-    def __init__(self, bins: int, halvings: int) -> None:
-        self.at_risk = array("d", bytes(8 * bins))
-        self.back = array("d", bytes(8 * bins))
-        self.halvings = halvings
+    def __init__(self, bins: int) -> None:
+        self.at_risk = [0.0] * bins
+        self.back = [0.0] * bins
+
+    def halve(self) -> None:
+        self.at_risk = [count / 2.0 for count in self.at_risk]
+        self.back = [count / 2.0 for count in self.back]
 
 
-def _key(lease_class: int, dropped: int) -> int:
-    return (CLASSES | lease_class) >> dropped
-
-
-_FINEST_FIRST = (0, *COARSER)
-_COARSEST_FIRST = tuple(reversed(_FINEST_FIRST))
+_COARSEST_FIRST = (*reversed(COARSER), 0)
 
 
 class Habits:
     """Counts of one party: a tenant, or all together. Old counts fade by half every `fade_after` turns.
 
-    Memory: at most 1,361 nodes of two numbers per bin; an update costs O(5), an estimate O(5 x bins).
+    Memory: at most 1,353 nodes of two numbers per bin; an update costs O(5), an estimate O(5 x bins).
     """
 
-    __slots__ = (
-        "_bins",
-        "_fade_after",
-        "_halvings",
-        "_nodes",
-        "_since_halving",
-        "returns",
-        "turns",
-        "version",
-    )
+    __slots__ = ("_bins", "_fade_after", "_nodes", "_paths", "_since_halving", "returns", "turns", "version")
 
     def __init__(self, bins: int, fade_after: float) -> None:
         self._bins = bins
         self._fade_after = fade_after
         self._nodes: dict[int, _Node] = {}
-        self._halvings = 0
+        self._paths: dict[int, list[_Node]] = {}
+        """By class: the nodes of all coarser ones and of itself, coarsest first."""
         self._since_halving = 0.0
         self.turns = 0.0
-        """Turns that went through all bins or ended in one, ever."""
+        """Turns of which all is known: they went through all bins, or ended in one."""
         self.returns = 0.0
-        """Those that ended in a return, ever."""
+        """Those that ended in a return."""
         self.version = 0
         """Grows when estimates are worth making anew: every fiftieth part more seen."""
 
+    def __len__(self) -> int:
+        return len(self._nodes)
+
     def count(self, lease_class: int, index: int, at_risk: float, back: float) -> None:
         """Add to a class and all coarser ones, in one bin. Negative numbers take back."""
-        for dropped in _FINEST_FIRST:
-            node = self._node(_key(lease_class, dropped))
+        for node in self._path(lease_class):
             node.at_risk[index] += at_risk
-            node.back[index] += back
+            if back:
+                node.back[index] += back
 
     def completed(self, turns: float, returns: float) -> None:
         """Note turns of which all is known, for fading and for `version`."""
@@ -106,43 +101,45 @@ class Habits:
         self._since_halving += turns
         if self._since_halving >= self._fade_after:
             self._since_halving = 0.0
-            self._halvings += 1
+            for node in self._nodes.values():
+                node.halve()
 
     def chances(self, lease_class: int, supposed: Sequence[float]) -> list[float]:
         """Return for each bin the chance (0 to 1) of a return in it, given none before.
 
-        Few counts lean on the next coarser class, the coarsest on `supposed`.
+        A class is taken to be like the next coarser one, times one factor for all bins, which few returns
+        suffice to tell; each bin's own counts show the more, the more there are. The coarsest leans on
+        `supposed`, as it is.
         """
         chances = list(supposed)
-        weight = _SUPPOSED
+        trust = _SUPPOSED
         for dropped in _COARSEST_FIRST:
-            node = self._nodes.get(_key(lease_class, dropped))
-            if node is not None:
-                self._fade(node)
-                chances = [
-                    # Counts that were taken back elsewhere can be out by a turn or two for a moment.
-                    min(1.0, max(0.0, (max(0.0, back) + weight * chance) / (max(0.0, risk, back) + weight)))
-                    for chance, back, risk in zip(chances, node.back, node.at_risk, strict=True)
-                ]
-            weight = _BORROWED
+            node = self._nodes.get((CLASSES | lease_class) >> dropped)
+            if node is None:
+                break  # nor is there a finer one
+            expected = sum(map(mul, node.at_risk, chances))
+            # Nothing is known of the whole from its first stretches; of a part there is, from the whole.
+            factor = (
+                max(0.0, sum(node.back) + _SURE) / max(_SURE, expected + _SURE) if trust == _BORROWED else 1.0
+            )
+            chances = [
+                # Counts that were taken back elsewhere can be out by a turn or two for a moment.
+                min(1.0, max(0.0, (back + trust * factor * chance) / (max(0.0, risk, back) + trust)))
+                for chance, back, risk in zip(chances, node.back, node.at_risk, strict=True)
+            ]
+            trust = _BORROWED
         return chances
 
-    def _node(self, key: int) -> _Node:
-        node = self._nodes.get(key)
-        if node is None:
-            node = self._nodes[key] = _Node(self._bins, self._halvings)
-        else:
-            self._fade(node)
-        return node
-
-    def _fade(self, node: _Node) -> None:
-        behind = self._halvings - node.halvings
-        if behind:
-            factor = 0.5**behind
-            node.halvings = self._halvings
-            for index in range(self._bins):
-                node.at_risk[index] *= factor
-                node.back[index] *= factor
+    def _path(self, lease_class: int) -> list[_Node]:
+        path = self._paths.get(lease_class)
+        if path is None:
+            path = self._paths[lease_class] = []
+            for dropped in _COARSEST_FIRST:
+                key = (CLASSES | lease_class) >> dropped
+                if key not in self._nodes:
+                    self._nodes[key] = _Node(self._bins)
+                path.append(self._nodes[key])
+        return path
 
 
 @dataclass(slots=True)

@@ -35,7 +35,7 @@ class Curve:
         min_ttl_s: shortest lease.
     """
 
-    __slots__ = ("_edges", "_rates", "_slopes", "_ttls", "brought", "held")
+    __slots__ = ("_edges", "_points", "_rates", "_slopes", "_ttls", "brought", "held")
 
     def __init__(self, edges: Sequence[float], chances: Sequence[float], min_ttl_s: float) -> None:
         self._edges = edges
@@ -46,7 +46,8 @@ class Curve:
             out *= 1.0 - chance
             times.append(edge)
             shares.append(1.0 - out)
-        self._rates = _best_rates(shares, seconds)
+        self._points = (shares, seconds)
+        self._rates: list[float] | None = None  # made when it is first asked for
         # The corners of the hull over (seconds held, share back), from the shortest lease on.
         hull = list[int]()
         for index in range(bisect_left(times, min_ttl_s), len(times)):
@@ -77,10 +78,13 @@ class Curve:
 
         Beyond the longest lease nothing is learned; it is taken to fall with the time. O(log bins).
         """
+        rates = self._rates
+        if rates is None:
+            rates = self._rates = _best_rates(*self._points)
         index = bisect_right(self._edges, idle_s)
-        if index < len(self._rates):
-            return self._rates[index]
-        return self._rates[-1] * self._edges[-1] / idle_s
+        if index < len(rates):
+            return rates[index]
+        return rates[-1] * self._edges[-1] / idle_s
 
 
 def _slope(shares: Sequence[float], seconds: Sequence[float], a: int, b: int) -> float:
@@ -100,8 +104,9 @@ def _best_rates(shares: Sequence[float], seconds: Sequence[float]) -> list[float
 class Savings:
     """What the row of prices brought of what the longest leases would have: foreseen, and seen.
 
-    Seen is by turns that came back: whether each price's lease, as it would be now, reaches that far. What
-    counts is the seen share; until there is enough, the foreseen one stands in. Old turns fade.
+    Seen is by turns that came back: whether each price's lease, as it would be now, reaches that far. The
+    lower of the two counts: the foreseen one is too high where estimates follow chance, the seen one while
+    those that are out for long cannot be back yet. Old turns fade.
     """
 
     __slots__ = ("_foreseen", "_foreseen_most", "_seen", "_seen_most")
@@ -148,14 +153,15 @@ class Savings:
 
     def shares(self) -> list[float]:
         """Return for each price the share of savings kept."""
-        if self._foreseen_most <= 0.0 and self._seen_most <= 0.0:
+        if self._foreseen_most <= 0.0:
             return [1.0] + [0.0] * (_STEPS - 1)
+        foreseen = [expected / self._foreseen_most for expected in self._foreseen]
         # As much weight as so many turns seen have, while those are few.
-        foreseen = self._foreseen_most * self._FORESEEN_COUNTS * (1.0 - self._KEEP)
-        factor = foreseen / self._foreseen_most if self._foreseen_most else 0.0
+        weight = self._FORESEEN_COUNTS * self._foreseen_most * (1.0 - self._KEEP)
+        # What was seen is late for those that are out long; what is foreseen supposes that some come back.
         return [
-            (seen + factor * expected) / (self._seen_most + foreseen)
-            for seen, expected in zip(self._seen, self._foreseen, strict=True)
+            min(expected, (seen + weight * expected) / (self._seen_most + weight))
+            for seen, expected in zip(self._seen, foreseen, strict=True)
         ]
 
 

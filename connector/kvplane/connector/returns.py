@@ -35,7 +35,10 @@ from kvplane.connector.habits import Cohorts, Habits, Passed, bin_edges
 from kvplane.connector.lease_class import CLASSES, Traits, lease_class, typical_tokens
 from kvplane.connector.price import LOWEST, PRICES, Curve, Load, Savings, steps
 
-__all__ = ["Returns", "Traits", "lease_class"]
+__all__ = ["KEEP_SHARE", "Returns", "Traits", "lease_class"]
+
+KEEP_SHARE = 0.97
+"""Of what the longest leases for all would save, the share that is kept unless said otherwise."""
 
 _FADE_AFTER = 4000.0
 _COLD_TURNS = 200.0
@@ -96,7 +99,7 @@ class Returns:
         monotonic: Callable[[], float],
         max_ttl_s: float = 480.0,
         min_ttl_s: float = 20.0,
-        keep_share: float = 0.97,
+        keep_share: float = KEEP_SHARE,
         budget_blocks: float | None = None,
         block_tokens: int = 16,
         explore: float = 0.01,
@@ -224,7 +227,8 @@ class Returns:
             parties.append(tenant)
         for party in parties:
             party.told.count(passed.lease_class, passed.index, passed.at_risk, passed.back)
-            party.told.completed(passed.at_risk if last else passed.back, passed.back)
+            if last or passed.back:
+                party.told.completed(passed.at_risk if last else passed.back, passed.back)
 
     def _curve(self, party: _Party, number: int) -> Curve:
         """Return a class's curve, anew if enough was seen since the last time."""

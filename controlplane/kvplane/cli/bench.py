@@ -13,17 +13,19 @@ from kvplane.bench.figures import Row
 from kvplane.bench.process import ServerDiedError
 from kvplane.bench.rig import BenchError, Options
 from kvplane.cli.bench_output import check_writable, chosen, finish, progress
+from kvplane.cli.bench_retention import bench_retention
 from kvplane.cli.bench_router import bench_router
 from kvplane.cli.config import ConfigError
 from kvplane.cli.run import StartError
 from kvplane.store.url import StoreUrlError
 
 bench_app = typer.Typer(
-    help="Measure what the control plane and its stores cost on this machine.",
+    help="Measure what the control plane and its stores cost on this machine, and what leases save.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 bench_app.command("router")(bench_router)
+bench_app.command("retention")(bench_retention)
 
 Seconds = Annotated[float, typer.Option(help="Length of each measured stretch.", min=0.01)]
 Rounds = Annotated[

@@ -1,0 +1,1 @@
+"""`kvplane bench retention`: how long KV is kept, replayed on a trace."""
