@@ -73,6 +73,9 @@ class Recorder:
     def set_load(self, load: EngineLoad) -> None:
         self.loads.append(load)
 
+    def submit(self, work: Any) -> bool:
+        return False
+
     def start_incarnation(self) -> None:
         pass
 

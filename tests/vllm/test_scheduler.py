@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("checks", ["scheduler_checks", "life_checks", "group_checks", "settings_checks"])
+@pytest.mark.parametrize(
+    "checks", ["scheduler_checks", "asking_checks", "life_checks", "group_checks", "settings_checks"]
+)
 def test_checks(checks: str) -> None:
     venv = Path(os.environ.get("KVPLANE_VLLM_VENV") or ROOT / ".venv-vllm")
     assert (venv / "bin" / "python").exists(), f"no vLLM environment at {venv}: run 'make test'"
