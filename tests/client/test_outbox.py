@@ -154,6 +154,42 @@ def test_an_order_is_passed_on_once_and_answered_if_nothing_is_held(outbox: Outb
     assert outbox.take()[0].freed == ids("unknown")
 
 
+def test_a_renewal_to_a_new_deadline(outbox: Outbox, time: Time) -> None:
+    assert not outbox.renew(RequestId("a"), expires_at=time.now + 100)
+    outbox.announce(announcement("a"), expires_at=time.now + 60)
+    assert outbox.renew(RequestId("a"), expires_at=time.now + 100)  # goes with the announcement
+    (sent,) = outbox.take()[0].announcements
+    assert sent.ttl_s == pytest.approx(95)
+    assert outbox.renew(RequestId("a"), expires_at=time.now + 300)
+    assert outbox.take()[0].renewals == {"a": pytest.approx(295)}
+    assert outbox.take()[0].renewals == {}
+
+
+def test_a_renewal_lost_with_its_stream_comes_with_the_next_announcement(outbox: Outbox, time: Time) -> None:
+    outbox.announce(announcement("a"), expires_at=time.now + 60)
+    outbox.take()
+    outbox.renew(RequestId("a"), expires_at=time.now + 300)
+    lost, _ = outbox.take()
+    assert lost.renewals
+    outbox.restart()
+    outbox.lost([lost])
+    (again,) = outbox.take()[0].announcements
+    assert again.reannounced
+    assert again.ttl_s == pytest.approx(295)
+
+
+def test_what_is_not_to_stay_is_not_renewed(outbox: Outbox, time: Time) -> None:
+    for name in ("withdrawn", "ended", "freed"):
+        outbox.announce(announcement(name), expires_at=time.now + 60)
+    outbox.take()
+    outbox.withdraw(RequestId("withdrawn"))
+    outbox.ordered(RequestId("ended"))
+    outbox.freed(RequestId("freed"))
+    for name in ("withdrawn", "ended", "freed"):
+        assert not outbox.renew(RequestId(name), expires_at=time.now + 300)
+    assert outbox.take()[0].renewals == {}
+
+
 def test_renewals_carry_the_true_life(outbox: Outbox, time: Time) -> None:
     outbox.announce(announcement("a"), expires_at=time.now + 480)
     outbox.renew(RequestId("a"))  # not sent yet: nothing to correct

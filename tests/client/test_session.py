@@ -250,6 +250,36 @@ async def test_a_loss_is_logged_once() -> None:
         await rig.close()
 
 
+async def test_wishes_and_answers_to_renewals_reach_the_engine(rig: Rig) -> None:
+    await rig.attached()
+    await rig.announced("a", "b")
+    rig.plane.want("a", 300.0)
+    await until(lambda: rig.of(ev.RenewalOrdered))
+    assert rig.of(ev.RenewalOrdered) == [ev.RenewalOrdered(RequestId("a"), 300.0)]
+    assert rig.outbox.renew(RequestId("a"), expires_at=rig.now + 500)
+    rig.session.wake()
+    await until(lambda: rig.plane.renewed())
+    assert rig.plane.renewed() == [("a", 495.0)]
+    rig.plane.answer_renewal("b", renewed=False)
+    await until(lambda: len(rig.of(ev.Renewed)) == 2)
+    assert rig.of(ev.Renewed) == [ev.Renewed(RequestId("a"), True), ev.Renewed(RequestId("b"), False)]
+
+
+async def test_a_renewal_lost_with_its_stream_is_said_on_the_next(rig: Rig) -> None:
+    await rig.attached()
+    await rig.announced("a")
+    rig.plane.acknowledging.clear()
+    rig.outbox.renew(RequestId("a"), expires_at=rig.now + 1000)
+    rig.session.wake()
+    await until(lambda: rig.plane.renewed())
+    rig.plane.acknowledging.set()
+    rig.plane.cut()
+    await until(lambda: len(rig.plane.announced()) == 2)
+    again = rig.plane.announced()[-1]
+    assert again.reannounced
+    assert again.ttl.seconds == 995
+
+
 async def test_slow_acknowledgement_is_followed_by_the_true_life(rig: Rig) -> None:
     await rig.attached()
     rig.plane.acknowledging.clear()

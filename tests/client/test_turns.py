@@ -97,6 +97,35 @@ async def test_operations_asked_together_go_in_one_message(opened: list[TurnsStr
     assert {turn.miss for turn in begun} == {m.MissReason.UNKNOWN_CONVERSATION}
 
 
+async def test_touches_and_fingerprints_as_single_calls_have_them(opened: list[TurnsStream]) -> None:
+    def answer(request: pb.TurnsRequest) -> pb.TurnsResponse:
+        (operation,) = request.operations
+        kind = operation.WhichOneof("operation")
+        if kind == "touch":
+            touched = pb.TouchConversationResponse(noted=True)
+            return pb.TurnsResponse(results=[pb.TurnsResult(id=operation.id, touch=touched)])
+        if kind == "lookup":
+            known = pb.LookupLocationResponse(miss_reason=1)  # type: ignore[arg-type]
+            return pb.TurnsResponse(results=[pb.TurnsResult(id=operation.id, lookup=known)])
+        begun = pb.BeginTurnResponse(turn=7, miss_reason=1, turn_index=3, last_lease_class=5)  # type: ignore[arg-type]
+        begun.key.tenant_id, begun.key.model, begun.key.conversation_id = "t", "m", "auto/1"
+        begun.idle.FromMilliseconds(1500)
+        return pb.TurnsResponse(results=[pb.TurnsResult(id=operation.id, begin_turn=begun)])
+
+    fakes = Fakes(answer)
+    opened.append(turns := TurnsStream(fakes))
+    assert await turns.touch_conversation(KEY, 2.5, turn=9)
+    scope, prompt = m.ConversationKey("t", "m", ""), m.Fingerprint(64, b"x" * 16)
+    assert await turns.lookup_location(scope, fingerprint=prompt) is m.MissReason.UNKNOWN_CONVERSATION
+    begun = await turns.begin_turn(scope, "r", fingerprint=prompt)
+    assert begun.key == m.ConversationKey("t", "m", "auto/1")
+    assert (begun.turn_index, begun.idle_s, begun.lease_class) == (3, 1.5, 4)
+    touch, lookup, begin = [request.operations[0] for request in fakes.streams[0].sent]
+    assert (touch.touch.turn, touch.touch.ttl.ToMilliseconds()) == (9, 2500)
+    for fingerprint in (lookup.lookup.fingerprint, begin.begin_turn.fingerprint):
+        assert (fingerprint.chunk_tokens, fingerprint.chain) == (64, b"x" * 16)
+
+
 async def test_a_message_has_at_most_1024_operations(opened: list[TurnsStream]) -> None:
     fakes = Fakes(numbered)
     opened.append(turns := TurnsStream(fakes))

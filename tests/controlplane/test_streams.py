@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 
 import pytest
@@ -138,3 +139,56 @@ async def test_stopping_ends_streams_as_unavailable(wire: Wire) -> None:
         await stream.until(lambda _: False)
     assert raised.value.reason == "SHUTTING_DOWN"
     await stopping
+
+
+@pytest.mark.parametrize("how", ["server_stops", "caller_leaves", "caller_is_cancelled"])
+async def test_a_stream_that_ends_leaves_nothing_behind(wire: Wire, how: str) -> None:
+    """The requests' generator waits for more when the stream ends, as an engine's does for its next wish."""
+    epoch = (await wire.client.register_engine(SPEC)).engine_epoch
+    complaints = list[str]()
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: complaints.append(str(context)))
+    stopped = asyncio.Event()
+
+    async def requests() -> AsyncIterator[engine_pb2.AttachEngineRequest]:
+        try:
+            hello = engine_pb2.EngineHello(engine_id="d", engine_epoch=epoch)
+            yield engine_pb2.AttachEngineRequest(sequence=1, hello=hello)
+            await asyncio.Event().wait()
+        finally:
+            stopped.set()
+
+    async def attach() -> None:
+        answers = wire.client.attach_engine(requests())
+        await anext(answers)
+        if how == "caller_leaves":
+            await answers.aclose()  # type: ignore[attr-defined]
+            return
+        if how == "server_stops":
+            await wire.server.stop(0)
+        with pytest.raises(ControlPlaneError):
+            await anext(answers)
+
+    before = asyncio.all_tasks()
+    attached = asyncio.create_task(attach())
+    if how == "caller_is_cancelled":
+        await asyncio.sleep(0.2)
+        attached.cancel()
+    await asyncio.gather(attached, return_exceptions=how == "caller_is_cancelled")
+    await asyncio.wait_for(stopped.wait(), 10)
+    del attached
+    for _ in range(3):
+        gc.collect()
+        await asyncio.sleep(0)
+    assert complaints == []
+    left = [task for task in asyncio.all_tasks() - before if "_consume_request" in repr(task)]
+    assert left == []
+
+
+async def test_a_fault_of_the_requests_ends_the_stream(wire: Wire) -> None:
+    async def requests() -> AsyncIterator[engine_pb2.AttachEngineRequest]:
+        raise ZeroDivisionError
+        yield
+
+    with pytest.raises(ZeroDivisionError):
+        await anext(wire.client.attach_engine(requests()))

@@ -98,6 +98,18 @@ class AttachPlane(engine_pb2_grpc.EngineServiceServicer):
         order = engine_pb2.ReleaseOrder(request_id=request_id, reason=_reason(reason))
         self._orders.put_nowait(engine_pb2.AttachEngineResponse(release_orders=[order]))
 
+    def want(self, request_id: str, ttl_s: float) -> None:
+        """Send a renewal order on the current stream."""
+        assert self._orders is not None
+        order = engine_pb2.RenewalOrder(request_id=request_id, ttl=convert.duration(ttl_s))
+        self._orders.put_nowait(engine_pb2.AttachEngineResponse(renewal_orders=[order]))
+
+    def answer_renewal(self, request_id: str, *, renewed: bool) -> None:
+        """Answer a renewal on the current stream."""
+        assert self._orders is not None
+        result = common_pb2.RenewalResult(request_id=request_id, renewed=renewed)
+        self._orders.put_nowait(engine_pb2.AttachEngineResponse(renewals=[result]))
+
     def drain(self) -> None:
         """Tell the engine to drain."""
         assert self._orders is not None

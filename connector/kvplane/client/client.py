@@ -13,6 +13,7 @@ from kvplane.client import convert
 from kvplane.client import model as m
 from kvplane.client.address import grpc_target
 from kvplane.client.errors import ControlPlaneUnavailableError, from_rpc_error
+from kvplane.client.streams import streamed
 from kvplane.v1 import engine_pb2, engine_pb2_grpc, location_pb2, location_pb2_grpc
 
 T = TypeVar("T")
@@ -161,7 +162,7 @@ class ControlPlaneClient:
         self, requests: AsyncIterator[engine_pb2.AttachEngineRequest]
     ) -> AsyncIterator[engine_pb2.AttachEngineResponse]:
         """Open an engine's stream; EngineSession is what speaks on it. Errors come from the iteration."""
-        return _stream(self._engines.AttachEngine(requests))
+        return streamed(self._engines.AttachEngine(), requests)
 
     # Locations
 
@@ -312,7 +313,7 @@ class ControlPlaneClient:
     ) -> AsyncIterator[m.LocationEvent]:
         """Iterate over changes; after an error resume from the last event's revision + 1."""
         request = location_pb2.WatchLocationsRequest(from_revision=from_revision, tenant_id=tenant_id)
-        async for message in _stream(self._locations.WatchLocations(request)):
+        async for message in streamed(self._locations.WatchLocations(request)):
             for event in message.events:
                 gone = event.type == location_pb2.LOCATION_EVENT_TYPE_GONE
                 yield m.LocationEvent(message.revision, gone, convert.location_from_wire(event.location))
@@ -330,13 +331,5 @@ class ControlPlaneClient:
             async for batch in batches:
                 yield location_pb2.TurnsRequest(operations=batch)
 
-        async for message in _stream(self._locations.Turns(requests())):
+        async for message in streamed(self._locations.Turns(), requests()):
             yield message.results
-
-
-async def _stream(call: AsyncIterator[T]) -> AsyncIterator[T]:
-    try:
-        async for message in call:
-            yield message
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from error

@@ -126,7 +126,9 @@ class LocationServiceServicer(object):
     def TouchConversation(self, request, context):
         """Asks for a conversation's location to be kept for a while: a tool call is pending, its user is there.
         The engine that holds it decides, and renews it if it can spare the blocks. While the turn is in flight
-        the wish is remembered, and granted or not once it is announced. Never revives anything, never shortens.
+        the wish is remembered, and granted or not once it is announced. Never revives anything, never shortens:
+        what is claimed, expired, or on an engine that is gone or draining is not there to be kept. Wishes that add
+        less than a second, or a twentieth of their ttl, to what is on record are not written.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -57,7 +57,9 @@ class LocationServiceStub:
     ]
     """Asks for a conversation's location to be kept for a while: a tool call is pending, its user is there.
     The engine that holds it decides, and renews it if it can spare the blocks. While the turn is in flight
-    the wish is remembered, and granted or not once it is announced. Never revives anything, never shortens.
+    the wish is remembered, and granted or not once it is announced. Never revives anything, never shortens:
+    what is claimed, expired, or on an engine that is gone or draining is not there to be kept. Wishes that add
+    less than a second, or a twentieth of their ttl, to what is on record are not written.
     """
 
     ReleaseLocation: grpc.UnaryUnaryMultiCallable[
@@ -138,7 +140,9 @@ class LocationServiceAsyncStub:
     ]
     """Asks for a conversation's location to be kept for a while: a tool call is pending, its user is there.
     The engine that holds it decides, and renews it if it can spare the blocks. While the turn is in flight
-    the wish is remembered, and granted or not once it is announced. Never revives anything, never shortens.
+    the wish is remembered, and granted or not once it is announced. Never revives anything, never shortens:
+    what is claimed, expired, or on an engine that is gone or draining is not there to be kept. Wishes that add
+    less than a second, or a twentieth of their ttl, to what is on record are not written.
     """
 
     ReleaseLocation: grpc.aio.UnaryUnaryMultiCallable[
@@ -229,7 +233,9 @@ class LocationServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[kvplane.v1.location_pb2.TouchConversationResponse, collections.abc.Awaitable[kvplane.v1.location_pb2.TouchConversationResponse]]:
         """Asks for a conversation's location to be kept for a while: a tool call is pending, its user is there.
         The engine that holds it decides, and renews it if it can spare the blocks. While the turn is in flight
-        the wish is remembered, and granted or not once it is announced. Never revives anything, never shortens.
+        the wish is remembered, and granted or not once it is announced. Never revives anything, never shortens:
+        what is claimed, expired, or on an engine that is gone or draining is not there to be kept. Wishes that add
+        less than a second, or a twentieth of their ttl, to what is on record are not written.
         """
 
     @abc.abstractmethod

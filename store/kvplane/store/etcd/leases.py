@@ -198,6 +198,9 @@ class _KeepAliveStream:
             finally:
                 forget()
                 call.cancel()
+                self._requests.put_nowait(
+                    None
+                )  # else the call's own task waits for more until it is collected
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 self._client.forget_token(token)
