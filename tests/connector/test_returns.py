@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvplane.connector.habits import Cohorts, bin_edges
+from kvplane.connector.price import Curve
 from kvplane.connector.returns import Returns, Traits, lease_class
 
 MAX, MIN = 480.0, 20.0
@@ -60,6 +62,10 @@ def play(
 
 def lease(returns: Returns, number: int = FIRST, tenant: str = "t") -> float:
     return returns.ttl_s(tenant, number, tokens=3100, blocks=194)
+
+
+def worth(returns: Returns, tenant: str) -> float:
+    return returns.worth(tenant, FIRST, idle_s=30.0, tokens=3100, blocks=194)
 
 
 def make(clock: Clock, **more: float) -> Returns:
@@ -138,3 +144,161 @@ def test_bad_numbers_are_taken_as_the_nearest(calls: list[tuple[int, int, float,
         ttl = returns.ttl_s("t", number, tokens=a, blocks=b)  # type: ignore[arg-type]
         assert MIN <= ttl <= MAX
         assert 0 <= returns.worth("t", number, idle_s=a, tokens=b, blocks=step) < float("inf")  # type: ignore[arg-type]
+
+
+def test_a_fleet_without_classes_learns_from_what_was_read_and_given_up() -> None:
+    """Kaplan-Meier: a lease given up early says nothing of later, and must not look like a lost turn."""
+    clock, random = Clock(), Random(4)
+    returns = make(clock)
+    for _ in range(4000):
+        clock.now += 0.5
+        gap = random.uniform(100, 200) if random.random() < 0.5 else 1e9
+        lived = random.choice((30.0, 480.0))  # half of them are given up after 30 s
+        returns.retained("t", FIRST, tokens=3100, blocks=194)
+        returns.ended("t", FIRST, min(gap, lived), read=gap <= lived)
+    assert 190 <= lease(returns) <= 270
+
+
+def test_what_is_read_counts_once_where_classes_come_back() -> None:
+    clock, random = Clock(), Random(5)
+    told, both = make(clock), make(clock)
+    for _ in range(3000):
+        clock.now += 0.5
+        for returns in (told, both):
+            returns.retained("t", FIRST, tokens=3100, blocks=194)
+        if random.random() < 0.3:
+            idle_s = random.uniform(20, 60)
+            for returns in (told, both):
+                returns.returned("t", FIRST, idle_s)
+            both.ended("t", FIRST, idle_s, read=True)
+        else:
+            both.ended("t", FIRST, 20.0, read=False)
+    assert lease(told) == lease(both)
+
+
+def test_habits_that_change_are_learned_anew() -> None:
+    clock = Clock()
+    returns = make(clock)
+    play([returns], clock, lambda _, random: random.uniform(1, 12), turns=1500)
+    assert lease(returns) == MIN
+    clock.now += 1.0
+    play([returns], clock, lambda _, random: random.uniform(150, 250), turns=1500)
+    assert lease(returns) >= 240
+
+
+def test_a_flood_of_one_tenant_does_not_move_a_grown_up_other() -> None:
+    clock = Clock()
+    returns = make(clock)
+    play([returns], clock, lambda _, random: random.uniform(60, 120), turns=2500, tenant="calm")
+    clock.now += 2 * MAX
+    for _ in range(1000):  # all that is pending goes through, a bit with each call
+        lease(returns, tenant="calm")
+    before = [lease(returns, tenant="calm"), worth(returns, "calm")]
+    play([returns], clock, lambda *_: None, turns=6000, tenant="flood", every_s=0.05)
+    assert [lease(returns, tenant="calm"), worth(returns, "calm")] == before
+    assert before[0] > MIN
+
+
+def test_a_new_tenant_is_taken_to_be_like_the_others() -> None:
+    clock = Clock()
+    returns = make(clock)
+    play([returns], clock, lambda _, random: random.uniform(60, 120), turns=2500, tenant="old")
+    assert worth(returns, "new") == pytest.approx(worth(returns, "old"), rel=0.3)
+
+
+def test_a_budget_raises_the_price() -> None:
+    clock = Clock()
+    free, bound = make(clock), make(clock, budget_blocks=2000.0)
+    for returns in (free, bound):
+        play([returns], clock, lambda _, random: random.uniform(10, 400), turns=2500)
+    assert lease(free) > 350
+    assert lease(bound) == MIN
+    assert bound.price("t") > free.price("t")
+    bound.budget_blocks = None
+    assert lease(bound) > 350
+
+
+def test_chance_comes_from_the_seed() -> None:
+    clock = Clock()
+    runs = [make(clock, explore=0.3, seed=seed) for seed in (1, 1, 2)]
+    leases = list[list[float]]()
+    for returns in runs:
+        play([returns], clock, lambda _, random: random.uniform(1, 12), turns=1500)
+        leases.append([lease(returns) for _ in range(200)])
+        clock.now = 1000.0
+    assert leases[0] == leases[1] != leases[2]
+    assert 0.2 < leases[0].count(MAX) / 200 < 0.4
+
+
+def test_memory_is_bounded() -> None:
+    clock, random = Clock(), Random(6)
+    returns = make(clock, max_tenants=4)
+    cohorts = Cohorts(bin_edges(MAX, MIN), limit=500)
+    for number in range(20_000):
+        clock.now += 0.005
+        cohorts.add(f"t{number % 50}", number % 1024, clock.now)
+        if number % 5 == 0:
+            cohorts.back(f"t{number % 50}", random.randrange(1024), random.uniform(0, 50), clock.now)
+        if number % 20 == 0:
+            returns.retained(f"t{number}", number % 1024, tokens=100, blocks=7)
+            returns.returned(f"t{number}", number % 1024, 1.0)
+    assert len(cohorts) <= 500
+    assert returns.tenants == 4
+    clock.now += 2 * MAX
+    while cohorts.take(clock.now):
+        pass
+    assert len(cohorts) == 0
+
+
+chances = st.lists(st.floats(0, 1), min_size=4, max_size=4)
+
+
+@given(chances, st.floats(0, 2), st.floats(1, 10))
+def test_a_higher_price_never_gives_a_longer_lease(chances: list[float], price: float, factor: float) -> None:
+    curve = Curve((20.0, 60.0, 200.0, 480.0), chances, 20.0)
+    assert 20.0 <= curve.ttl_s(price * factor) <= curve.ttl_s(price) <= 480.0
+    assert curve.brought == sorted(curve.brought, reverse=True)
+    assert curve.held == sorted(curve.held, reverse=True)
+    assert all(0 <= curve.rate(idle_s) < float("inf") for idle_s in (0.0, 60.0, 479.0, 480.0, 1e9))
+
+
+@given(st.floats(0, 1e6), st.integers(1, 10**6), st.integers(1, 10**5), st.integers(1, 10**5))
+def test_more_tokens_in_fewer_blocks_are_worth_more(
+    idle_s: float, tokens: int, blocks: int, more: int
+) -> None:
+    returns = make(Clock())
+    one = returns.worth("t", FIRST, idle_s=idle_s, tokens=tokens, blocks=blocks)
+    assert returns.worth("t", FIRST, idle_s=idle_s, tokens=tokens + more, blocks=blocks) >= one
+    assert returns.worth("t", FIRST, idle_s=idle_s, tokens=tokens, blocks=blocks + more) <= one
+
+
+@given(st.integers(), st.integers(), st.integers(), st.text(max_size=12), st.none() | st.floats())
+def test_every_turn_has_a_class(
+    turn: int, prompt: int, reply: int, finish: str, idle_s: float | None
+) -> None:
+    assert 0 <= lease_class(Traits("t", turn, prompt, reply, finish, idle_s)) < 1024
+
+
+def test_classes_are_what_the_fleet_agreed_on() -> None:
+    """They cross versions: none of these may ever change."""
+    assert lease_class(Traits("t", 1, 100, 10)) == 0
+    assert lease_class(Traits("t", 2, 1024, 32, idle_s=0.0)) == 1 << 7 | 1 << 4 | 1 << 2 | 1
+    assert lease_class(Traits("t", 6, 9000, 31, "length", 30.0)) == 4 << 7 | 4 << 4 | 2 << 2 | 2
+    assert lease_class(Traits("t", 400, 10**6, 9, "tool_calls", 120.0)) == 1023
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"min_ttl_s": 481.0},
+        {"max_ttl_s": float("nan")},
+        {"keep_share": 1.1},
+        {"explore": -0.1},
+        {"max_tenants": 0},
+    ],
+)
+def test_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
+    (name,) = wrong
+    settings = {"max_ttl_s": MAX, "min_ttl_s": MIN, **wrong}
+    with pytest.raises(ValueError, match=name):
+        Returns(monotonic=Clock(), **settings)  # type: ignore[arg-type]

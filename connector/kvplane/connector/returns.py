@@ -37,7 +37,7 @@ from kvplane.connector.price import LOWEST, PRICES, Curve, Load, Savings, steps
 
 __all__ = ["KEEP_SHARE", "Returns", "Traits", "lease_class"]
 
-KEEP_SHARE = 0.97
+KEEP_SHARE = 0.96
 """Of what the longest leases for all would save, the share that is kept unless said otherwise."""
 
 _FADE_AFTER = 4000.0
@@ -133,6 +133,11 @@ class Returns:
         self._all = self._party(2.0)
         self._tenants: OrderedDict[str, _Party] = OrderedDict()
         self._price = (LOWEST, LOWEST)
+
+    @property
+    def tenants(self) -> int:
+        """How many tenants are told apart now."""
+        return len(self._tenants)
 
     def retained(self, tenant_id: str, lease_class: int, *, tokens: int, blocks: int) -> None:
         """Note a turn that ended and is kept; once for each."""
