@@ -6,7 +6,7 @@ TCP and shared memory, and NIXL's progress thread slowed down (site/sitecustomiz
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -87,6 +87,10 @@ class EngineSettings:
     """A fixed id survives restarts; None lets vLLM draw a new one at every start."""
     extra_config: Mapping[str, Any] = field(default_factory=dict)
     """More members of kv_connector_extra_config."""
+    arguments: Sequence[str] = ()
+    """More of vLLM's command line."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """More of the environment."""
     progress_delay_us: int | None = None
     """Pause between two looks of NIXL's progress thread at the network, see site/sitecustomize.py."""
     adapter: Path | None = None
@@ -140,6 +144,7 @@ class EngineSettings:
                 )
             ),
             *("--kv-transfer-config", json.dumps(self.kv_transfer_config())),
+            *self.arguments,
         ]
 
     def environment(self) -> dict[str, str]:
@@ -165,6 +170,7 @@ class EngineSettings:
             "OMP_WAIT_POLICY": "PASSIVE",
             "GOMP_SPINCOUNT": "0",
             "UCX_TLS": "tcp,self,sm",
+            **self.variables,
         }
 
 

@@ -237,7 +237,7 @@ def check_the_internals_are_there_and_a_missing_one_is_named() -> None:
 
 
 def check_the_version_is_one_that_is_said_to_work() -> None:
-    assert compat.vllm_version in compat.RUN_WITH, "run the real-engine tests with it, then add it"
+    assert compat.vllm_version in compat.RUN_WITH, "run the tests with it, then add it"
 
 
 def check_a_request_id_is_what_the_session_takes() -> None:

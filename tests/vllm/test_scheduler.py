@@ -16,7 +16,15 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    "checks", ["scheduler_checks", "asking_checks", "life_checks", "group_checks", "settings_checks"]
+    "checks",
+    [
+        "scheduler_checks",
+        "asking_checks",
+        "life_checks",
+        "process_checks",
+        "group_checks",
+        "settings_checks",
+    ],
 )
 def test_checks(checks: str) -> None:
     venv = Path(os.environ.get("KVPLANE_VLLM_VENV") or ROOT / ".venv-vllm")
