@@ -12,6 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from kvplane.connector import fingerprint
 from kvplane.connector.chains import ChainCache
 from kvplane.connector.fingerprint import Context, Hasher, Item, hash_segment, make_chain, matching_tokens
 
@@ -130,10 +131,23 @@ def test_never_longer_than_the_common_prefix_nor_shorter_than_its_whole_chunks(
     assert matched == (len(one) if same == len(one) else same // chunk * chunk)
 
 
-@given(prompts(), st.integers(1, 40))
-def test_the_format(held: Prompt, chunk: int) -> None:
+@given(prompts(), st.integers(1, 40), st.sampled_from([16, 1024]))
+def test_the_format(held: Prompt, chunk: int, segment: int) -> None:
     """The chain as any other program would make it."""
-    assert make_chain(held.context, held.tokens, chunk, held.items) == reference(held, chunk)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fingerprint, "SEGMENT_TOKENS", segment)
+        assert make_chain(held.context, held.tokens, chunk, held.items) == reference(held, chunk)
+
+
+def test_an_item_over_several_segments_counts_in_each() -> None:
+    long = Prompt(Context("m"), [7] * 4000, (Item("video", 1000, 1100),))
+    assert make_chain(long.context, long.tokens, 64, long.items) == reference(long, 64)
+
+
+@pytest.mark.parametrize("offset", [0, 63, 64, 100])
+def test_an_item_without_placeholders_counts_where_it_stands(offset: int) -> None:
+    plain = Prompt(Context("m"), [7] * 300)
+    assert match(plain, replace(plain, items=(Item("cat", offset, 0),)), 64) == offset // 64 * 64
 
 
 def reference(held: Prompt, chunk: int) -> bytes:
