@@ -210,7 +210,7 @@ async def _listening(spec: ServerSpec) -> AsyncIterator[int]:
         return
     settings = Settings(
         max_location_ttl_s=_PATIENT_S,
-        claim_timeout_s=_PATIENT_S,
+        claim_timeout_s=_PATIENT_S / 4,  # less than locations live: else each begin-turn asks for more life
         engine_lease_s=_PATIENT_S,
         max_conversations=spec.max_conversations,
     )
