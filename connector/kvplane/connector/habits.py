@@ -229,7 +229,7 @@ class Cohorts:
         late += [Passed(tenant_id, lease_class, later, -1.0, 0.0) for later in range(index + 1, passed)]
         return late
 
-    def take(self, now: float, most: int = 256) -> list[Passed]:
+    def take(self, now: float, most: int = 64) -> list[Passed]:
         """Return what has gone through a bin since the last call; what is beyond `most` comes next time."""
         taken = list[Passed]()
         while self._due and self._due[0][0] <= now and len(taken) < most:

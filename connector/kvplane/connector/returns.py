@@ -75,8 +75,9 @@ class _Party:
 class Returns:
     """Learns when conversations come back, and says how long to keep them and which to give up first.
 
-    Every call costs some tens of microseconds at most; memory is bounded by `max_tenants` and by the number
-    of classes, at about half a megabyte for a tenant whose turns are of every class.
+    A call costs about 0.2 ms of CPU in the middle and less than 1 ms nearly always; once in 4,000 turns all
+    counts are halved, some milliseconds for a tenant with hundreds of classes. Memory is bounded by
+    `max_tenants` and by the number of classes, at some megabytes for a tenant whose turns are of every class.
 
     Args:
         monotonic: the clock of everything here, in seconds.
