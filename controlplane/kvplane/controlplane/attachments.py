@@ -145,16 +145,15 @@ class Attachments:
         """
         if event.current is None or not self._open:
             return
-        location = records.glance(event.current.value)
-        if not _is_short(location):
+        if records.location_lacks_ms(event.current.value) <= _SMALL_MS:
             return
-        before = None if event.previous is None else understood(event.previous, records.glance)
-        known_ms = before.wanted_until_ms if before is not None and before.holder == location.holder else 0
-        if location.wanted_until_ms <= known_ms:
+        holder, until_ms = records.location_wish(event.current.value)
+        before = None if event.previous is None else understood(event.previous, records.location_wish)
+        if before is not None and before[0] == holder and until_ms <= before[1]:
             return
-        conversation = self._open.get((location.holder.engine_id, location.holder.engine_epoch))
+        conversation = self._open.get((holder.engine_id, holder.engine_epoch))
         if conversation is not None:
-            conversation.want({location.holder.request_id: location.wanted_until_ms})
+            conversation.want({holder.request_id: until_ms})
 
     def _on_engine(self, event: Event) -> None:
         if event.previous is not None:
@@ -266,19 +265,16 @@ class Attachments:
                 await asyncio.sleep(0)  # what never waits would hold up all others
             location_key, _ = understood(item, records.load_holding) or (b"", "")
             stored = self._ledger.mirror.get(location_key) if location_key else None
-            location = None if stored is None else understood(stored, records.glance)
-            if location is not None and keys.holding(location.holder) == item.key and _is_short(location):
-                due[location.holder.request_id] = location.wanted_until_ms
+            lacks_ms = None if stored is None else understood(stored, records.location_lacks_ms)
+            if stored is not None and lacks_ms is not None and lacks_ms > _SMALL_MS:
+                holder, until_ms = records.location_wish(stored.value)
+                if keys.holding(holder) == item.key:
+                    due[holder.request_id] = until_ms
         return due
 
     def now_ms(self) -> int:
         """Return the time by which deadlines are."""
         return self._ledger.clock.now_ms()
-
-
-def _is_short(location: records.Glance) -> bool:
-    """Tell whether a location will not live for as long as it is wanted."""
-    return location.wanted_until_ms - location.deadline_ms > _SMALL_MS
 
 
 class _Conversation:

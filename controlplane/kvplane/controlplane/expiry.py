@@ -60,7 +60,7 @@ class Sweeper:
 
     def _on_location(self, event: Event) -> None:
         if event.current is not None:
-            due_ms = records.glance(event.current.value).deadline_ms
+            due_ms = records.location_deadline_ms(event.current.value)
             heapq.heappush(self._locations, (due_ms, event.key))
 
     def _on_claim(self, event: Event) -> None:

@@ -92,10 +92,10 @@ def scope(key: ConversationKey) -> bytes:
 
 def scope_of(location_key: bytes) -> bytes:
     """Return the scope of the location that lies at a store key."""
-    end = len(LOCATIONS)
-    for _ in range(3):
-        end += 2 + int.from_bytes(location_key[end : end + 2], "big")
-    return location_key[:end]
+    at = location_key
+    end = 4 + (at[2] << 8 | at[3])
+    end += 2 + (at[end] << 8 | at[end + 1])
+    return at[: end + 2 + (at[end] << 8 | at[end + 1])]
 
 
 def begun(key: ConversationKey, request_id: str) -> bytes:

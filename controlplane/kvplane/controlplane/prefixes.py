@@ -134,11 +134,11 @@ def _begins(location: m.Location, fingerprint: m.Fingerprint, chunks: int) -> bo
 
 def _entry(item: KeyValue | None) -> int | None:
     """Return where a location is found; None for one of less than a chunk, or none at all."""
-    seen = None if item is None else understood(item, records.glance)
+    seen = None if item is None else understood(item, records.location_tokens)
     if item is None or seen is None:
         return None
-    chunk_tokens, chain = seen.fingerprint.chunk_tokens, seen.fingerprint.chain
-    end = seen.token_count // chunk_tokens * HASH_BYTES if chunk_tokens > 0 else 0
+    chunk_tokens, token_count, chain = seen
+    end = token_count // chunk_tokens * HASH_BYTES if chunk_tokens > 0 else 0
     if not 0 < end <= len(chain):
         return None
     last = int.from_bytes(chain[end - HASH_BYTES : end], sys.byteorder)

@@ -12,7 +12,6 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
-from msgspec import Struct
 
 from kvplane.controlplane import model as m
 from kvplane.storage.v1 import records_pb2 as pb
@@ -50,39 +49,47 @@ def dump_location(value: m.Location) -> bytes:
 
 def load_location(raw: bytes) -> m.Location:
     """Return a stored location."""
-    return _location_value(pb.LocationRecord.FromString(raw))
+    return _location_value(_location_record(raw))
 
 
-class Glance(Struct, frozen=True, gc=False):
-    """What those who watch locations want to know of each, without all that is in one."""
-
-    holder: m.Holder
-    token_count: int
-    fingerprint: m.Fingerprint
-    deadline_ms: int
-    wanted_until_ms: int
+_seen: list[tuple[bytes, pb.LocationRecord]] = []
+"""The last two: who decides, and all who watch what comes of it, look at the same bytes, before and after."""
 
 
-_glances: list[tuple[bytes, Glance]] = []
-"""The last two: all who watch locations look at the same bytes of one change, before and after it."""
-
-
-def glance(raw: bytes) -> Glance:
-    """Return what there is to see of a stored location."""
-    for seen, known in _glances:
-        if seen is raw:
-            return known
+def _location_record(raw: bytes) -> pb.LocationRecord:
+    for known, record in _seen:
+        if known is raw:
+            return record
     record = pb.LocationRecord.FromString(raw)
-    value = Glance(
-        m.Holder(record.engine_id, record.engine_epoch, record.request_id),
-        record.token_count,
-        m.Fingerprint(record.chunk_tokens, record.fingerprint),
-        record.deadline_ms,
-        record.wanted_until_ms,
-    )
-    _glances[1:] = _glances[:1]
-    _glances[:1] = [(raw, value)]
-    return value
+    _seen[:] = [(raw, record), *_seen[:1]]
+    return record
+
+
+# What those who watch locations want to know of each, without making values of all that is in it.
+
+
+def location_deadline_ms(raw: bytes) -> int:
+    """Return the deadline of a stored location."""
+    return _location_record(raw).deadline_ms
+
+
+def location_lacks_ms(raw: bytes) -> int:
+    """Return by how much a stored location's life falls short of what is wanted; may be negative."""
+    record = _location_record(raw)
+    return record.wanted_until_ms - record.deadline_ms
+
+
+def location_wish(raw: bytes) -> tuple[m.Holder, int]:
+    """Return whose blocks a stored location's are, and until when they are wanted."""
+    record = _location_record(raw)
+    holder = m.Holder(record.engine_id, record.engine_epoch, record.request_id)
+    return holder, record.wanted_until_ms
+
+
+def location_tokens(raw: bytes) -> tuple[int, int, bytes]:
+    """Return the tokens of a stored location's chunks, of the whole of it, and its fingerprint's chain."""
+    record = _location_record(raw)
+    return record.chunk_tokens, record.token_count, record.fingerprint
 
 
 def claim_deadline_ms(raw: bytes) -> int:
