@@ -82,6 +82,36 @@ class Config(BaseSettings):
     tool_ttl: float = Field(
         300.0, gt=0, description="Seconds for which a conversation whose reply calls tools is to be kept."
     )
+    request_timeout: float = Field(
+        0.0,
+        ge=0,
+        description="Longest a request may take in all, in seconds; 0 sets no limit. A request's"
+        " x-request-timeout (seconds) or its SDK's own timeout may shorten it.",
+    )
+    max_requests: int = Field(
+        4096, ge=0, description="Requests under way in the router; one more is answered 429. 0: no limit."
+    )
+    max_engine_requests: int = Field(
+        1024, ge=0, description="Requests of the router's on one engine; more wait. 0: no limit."
+    )
+    max_queued: int = Field(
+        1024, ge=0, description="Requests that wait for an engine; one more is answered 429."
+    )
+    queue_timeout: float = Field(
+        30.0, gt=0, description="Seconds a request waits for an engine; then 503 with Retry-After."
+    )
+    eject_after: int = Field(
+        5, ge=0, description="Failed requests in a row that take an engine out of rotation; 0: none do."
+    )
+    ejection_time: float = Field(
+        5.0,
+        gt=0,
+        le=60,
+        description="Seconds until an engine that was taken out is tried again; doubles, up to 60.",
+    )
+    slow_start: float = Field(
+        10.0, ge=0, description="Seconds over which an engine that is back gets its full share again."
+    )
     location_ttl: float = Field(
         480.0, gt=0, description="Longest life of a location in seconds, whatever was announced."
     )

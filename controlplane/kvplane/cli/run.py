@@ -17,7 +17,9 @@ from kvplane.controlplane.collector import spare_the_old
 from kvplane.controlplane.model import Settings
 from kvplane.controlplane.schema import SchemaError
 from kvplane.controlplane.server import AddressInUseError, ControlPlaneServer
+from kvplane.router.admission import AdmissionLimits
 from kvplane.router.app import RouterServer, RouterStartError
+from kvplane.router.health import HealthLimits
 from kvplane.router.policy import PathMode, Thresholds
 from kvplane.router.settings import RouterSettings, SettingsError
 from kvplane.store.clock import SystemClock
@@ -118,6 +120,18 @@ async def _router(config: Config, plane_address: str | None) -> AsyncIterator[in
         ),
         turn_wait_s=config.turn_wait,
         tool_ttl_s=config.tool_ttl,
+        request_timeout_s=config.request_timeout,
+        admission=AdmissionLimits(
+            max_requests=config.max_requests,
+            max_engine_requests=config.max_engine_requests,
+            max_queued=config.max_queued,
+            queue_timeout_s=config.queue_timeout,
+        ),
+        health=HealthLimits(
+            consecutive_failures=config.eject_after,
+            ejection_s=config.ejection_time,
+            slow_start_s=config.slow_start,
+        ),
         drain_timeout_s=config.drain_timeout,
     )
     server = RouterServer(settings, owner=f"router-{secrets.token_hex(8)}")

@@ -18,6 +18,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from kvplane.client.client import ControlPlaneClient
 from kvplane.client.turns import TurnsStream
 from kvplane.router import conversations, openai
+from kvplane.router.admission import Admission
 from kvplane.router.conversations import Conversations
 from kvplane.router.metrics import RouterMetrics
 from kvplane.router.plane import Plane, PlaneClient, TurnsClient
@@ -66,6 +67,7 @@ class RouterServer:
         self._session: aiohttp.ClientSession | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
+        self._admission: Admission
         self._pool: EnginePool
         self._turns: TurnServer
         self._conversations: Conversations
@@ -104,12 +106,16 @@ class RouterServer:
             # A chunk of a stream is never larger than this before it is passed on.
             read_bufsize=1 << 18,
         )
+        self._admission = Admission(settings.admission, monotonic)
         self._pool = EnginePool(
             session,
             prefill_urls=settings.prefill_urls,
             decode_urls=settings.decode_urls,
             probe_interval_s=settings.probe_interval_s,
             monotonic=monotonic,
+            health=settings.health,
+            max_engine_requests=settings.admission.max_engine_requests,
+            on_free=self._admission.freed,
         )
         client: PlaneClient | None = self._plane_client
         turns: TurnsClient | None = self._plane_client
@@ -147,6 +153,7 @@ class RouterServer:
             ),
             plane=self._plane,
             metrics=self.metrics,
+            admission=self._admission,
             monotonic=monotonic,
         )
         await self._listen()
@@ -244,6 +251,11 @@ class RouterServer:
         decode = [e for e in self._pool.engines if e.decode]
         plane = "none" if self._plane is None else "up" if self._plane.available else "unavailable"
         problems = [f"{e.url} does not answer" for e in self._pool.engines if not e.up]
+        problems += [
+            f"{e.url} fails requests and is left alone for a while"
+            for e in self._pool.engines
+            if e.up and self._pool.ejected(e)
+        ]
         if not decode:
             problems.append(
                 "no decode engine is known: give --decode, or set kvplane_endpoint on the engines so that"
@@ -271,6 +283,9 @@ class RouterServer:
         for role in ("prefill", "decode"):
             up = sum(e.up and getattr(e, role) for e in self._pool.engines)
             self.metrics.engines_up.labels(role).set(up)
+            ejected = sum(e.up and getattr(e, role) and self._pool.ejected(e) for e in self._pool.engines)
+            self.metrics.engines_ejected.labels(role).set(ejected)
+        self.metrics.queued.set(self._admission.queued)
         body = generate_latest(self.metrics.registry)
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 

@@ -67,3 +67,18 @@ class RouterMetrics:
         self.engines_up = Gauge(
             "kvplane_router_engines_up", "Engines in rotation, by role.", ["role"], registry=registry
         )
+        self.overloaded = Counter(
+            "kvplane_router_overloaded",
+            "Requests that were not taken on, by status: 429 too many, 503 no engine became free in time.",
+            ["status"],
+            registry=registry,
+        )
+        self.queued = Gauge(
+            "kvplane_router_queued", "Requests that wait for a place on an engine.", registry=registry
+        )
+        self.engines_ejected = Gauge(
+            "kvplane_router_engines_ejected",
+            "Engines that are up but out of rotation because of their answers, by role.",
+            ["role"],
+            registry=registry,
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from yarl import URL
 
 from kvplane.client.model import Engine as RegisteredEngine
 from kvplane.client.model import EngineId, EngineRole, Location
+from kvplane.router.health import Circuit, Health, HealthLimits
 from kvplane.router.settings import SettingsError, engine_url
 
 log = structlog.get_logger("kvplane.router")
@@ -48,6 +50,8 @@ class Engine:
     """Which choice it was last; larger is later."""
     waits: set[asyncio.Timeout] = field(default_factory=set)
     """Of requests that have no byte of an answer from it yet."""
+    health: Health = field(default_factory=Health)
+    """What its answers to requests say."""
     timeouts: int = 0
     probing: bool = False
     probe_at: float = 0.0
@@ -65,7 +69,8 @@ class Engine:
 class EnginePool:
     """Keeps the engines' state; `run` probes them until cancelled.
 
-    `session` makes the probes, `monotonic` reads seconds.
+    `session` makes the probes, `monotonic` reads seconds, `chance` draws among engines. `on_free` is called
+    when an engine may take another request.
     """
 
     def __init__(
@@ -76,8 +81,16 @@ class EnginePool:
         decode_urls: Sequence[str],
         probe_interval_s: float,
         monotonic: Callable[[], float],
+        health: HealthLimits | None = None,
+        max_engine_requests: int = 0,
+        on_free: Callable[[], None] = lambda: None,
+        chance: random.Random | None = None,
     ) -> None:
         self._session = session
+        self._limits = health or HealthLimits()
+        self._most = max_engine_requests
+        self._on_free = on_free
+        self._chance = chance or random.Random()
         self._interval_s = probe_interval_s
         self._monotonic = monotonic
         self._engines: dict[str, Engine] = {}
@@ -215,21 +228,84 @@ class EnginePool:
     def choose(
         self, engines: Sequence[Engine], *, exclude: Collection[Engine] = (), prefer: Engine | None = None
     ) -> Engine | None:
-        """Take the engine with the fewest outstanding requests, in turn among equals.
+        """Take the engine with the least load, in turn among equals.
 
-        An engine that is down is only returned when no other is left: an attempt costs less than a refusal.
-        `prefer` wins while it has at most two requests more than the best.
+        Load is what this router has sent it and not got back, over its weight in slow start. Where engines
+        report requests that wait, which are of all routers and some time old, it is the better of two drawn
+        at random: all routers going for the one that was idle a second ago would make it the busiest.
+
+        An ejected engine gets one request to try it when that is due, and else, like one that is down, only
+        what no other can take: an attempt costs less than a refusal. One without a place for more comes
+        after all that have one. `prefer` wins while its load is at most two requests above the best.
         """
         left = [e for e in engines if e not in exclude]
-        candidates = [e for e in left if e.up] or left
+        up = [e for e in left if e.up]
+        now = self._monotonic()
+        candidates = up
+        if any(e.health.circuit(now) is not Circuit.CLOSED for e in up):
+            due = next((e for e in up if e.health.trial_due(now)), None)
+            if due is not None:
+                return self._took(due, now)
+            candidates = [e for e in up if e.health.circuit(now) is Circuit.CLOSED]
+        candidates = candidates or up or left
+        if self._most:
+            candidates = [e for e in candidates if e.outstanding < self._most] or candidates
         if not candidates:
             return None
-        best = min(candidates, key=lambda e: (e.outstanding, e.chosen_at))
-        if prefer in candidates and prefer is not None and prefer.outstanding <= best.outstanding + 2:
+        drawn = candidates
+        if len(candidates) > 2 and any(e.waiting for e in candidates):
+            drawn = self._chance.sample(candidates, 2)
+        best = min(drawn, key=lambda e: (self._load(e, now), e.chosen_at))
+        if (
+            prefer is not None
+            and prefer in candidates
+            and self._load(prefer, now) <= self._load(best, now) + 2
+        ):
             best = prefer
+        return self._took(best, now)
+
+    def _load(self, engine: Engine, now: float) -> float:
+        return (engine.outstanding + engine.waiting + 1) / engine.health.weight(now, self._limits)
+
+    def _took(self, engine: Engine, now: float) -> Engine:
+        engine.health.taken(now, self._limits)
         self._choices += 1
-        best.chosen_at = self._choices
-        return best
+        engine.chosen_at = self._choices
+        return engine
+
+    # Requests
+
+    def begin(self, engine: Engine) -> None:
+        """Count a request that goes to an engine; `end` takes it back."""
+        engine.outstanding += 1
+
+    def end(self, engine: Engine) -> None:
+        """Note that an engine is done with a request, however it ended."""
+        engine.outstanding -= 1
+        self._on_free()
+
+    def ejected(self, engine: Engine) -> bool:
+        """Tell whether an engine's answers have taken it out of rotation."""
+        return engine.health.circuit(self._monotonic()) is not Circuit.CLOSED
+
+    def answered(self, engine: Engine) -> None:
+        """Note that an engine did what it was asked, or began to."""
+        if engine.health.succeeded(self._monotonic(), self._limits):
+            log.info("engine_readmitted", engine=engine.url)
+            self._on_free()
+
+    def erred(self, engine: Engine, problem: str) -> None:
+        """Note that an engine answered a request with an error of its own, or not at all."""
+        if not engine.up:
+            return
+        pools = [
+            [e.health for e in self.engines if e is not engine and e.up and getattr(e, role)]
+            for role in ("prefill", "decode")
+            if getattr(engine, role)
+        ]
+        why = engine.health.failed(self._monotonic(), self._limits, pools)
+        if why:
+            log.warning("engine_ejected", engine=engine.url, reason=why, problem=problem)
 
     # Health
 
@@ -241,6 +317,7 @@ class EnginePool:
         engine.verifies = None
         engine.probe_at = 0.0
         self._wake.set()
+        self._on_free()
 
     async def run(self) -> None:
         """Probe until cancelled."""
@@ -298,6 +375,8 @@ class EnginePool:
         elif not engine.timeouts and not engine.up:
             log.info("engine_came_up", engine=engine.url)
             engine.up, engine.models_at = True, 0.0
+            engine.health.came_back(self._monotonic())
+            self._on_free()
         now = self._monotonic()
         if engine.up and engine.models_at <= now:
             engine.models_at = now + _MODELS_EVERY_S

@@ -14,6 +14,8 @@ from aiohttp import web
 from kvplane.client.logs import hashed
 from kvplane.client.model import Claim
 from kvplane.router import identity, openai
+from kvplane.router.admission import Admission, OverloadedError
+from kvplane.router.deadline import deadline
 from kvplane.router.learned import Memory, RateBook
 from kvplane.router.metrics import RouterMetrics
 from kvplane.router.plane import Plane
@@ -59,9 +61,11 @@ class TurnServer:
         upstream: Upstream,
         plane: Plane | None,
         metrics: RouterMetrics,
+        admission: Admission,
         monotonic: Callable[[], float],
     ) -> None:
         self._settings = settings
+        self._admission = admission
         self._pool = pool
         self._upstream = upstream
         self._plane = plane
@@ -75,7 +79,7 @@ class TurnServer:
         """Answer a request, whatever happens."""
         status = "499"
         try:
-            response = await self._answer(turn)
+            response = await self._in_time(turn)
             status = str(response.status)
             return response
         except asyncio.CancelledError:
@@ -106,6 +110,27 @@ class TurnServer:
                 prefill=turn.prefilled.engine.url if turn.prefilled else None,
                 decode=turn.decoder.url if turn.decoder else None,
             )
+
+    async def _in_time(self, turn: Turn) -> web.StreamResponse:
+        """Answer a request that can be taken on, within its deadline."""
+        limits = deadline(turn.request.headers, self._settings.request_timeout_s)
+        turn.whole_s = limits.whole_s
+        try:
+            async with self._admission, asyncio.timeout(limits.begin_s) as turn.patience:
+                return await self._answer(turn)
+        except OverloadedError as error:
+            turn.reason = "overloaded"
+            self._metrics.overloaded.labels(str(error.status)).inc()
+            return self._error(turn, str(error), error.status, retry_after_s=error.retry_after_s)
+        except TimeoutError:
+            if turn.patience is None or not turn.patience.expired():
+                raise
+            turn.reason = "deadline"
+            if turn.out is None:
+                return self._error(turn, "The request's time is over.", 504)
+            if turn.decoder is not None:
+                self._cut(turn, turn.decoder, "the request's time is over")
+            return turn.out
 
     async def _answer(self, turn: Turn) -> web.StreamResponse:
         try:
@@ -139,7 +164,7 @@ class TurnServer:
         tried: set[Engine] = set()
         retried = False
         while True:
-            engine = self._decoder(turn, tried)
+            engine = await self._decoder(turn, tried)
             if engine is None:
                 return self._error(turn, "No decode engine can be reached.", 503)
             turn.decoder = engine
@@ -165,12 +190,17 @@ class TurnServer:
                 turn.went_cold("decode_failed")
                 await self._prefill(turn)
 
-    def _decoder(self, turn: Turn, tried: set[Engine]) -> Engine | None:
-        if turn.path is Path.DIRECT and turn.holder is not None and turn.holder not in tried:
-            return turn.holder
-        engines = self._pool.decode_engines(turn.model)
-        # After a pull, the engine that held the conversation needs the new part only.
-        return self._pool.choose(engines, exclude=tried, prefer=turn.holder)
+    async def _decoder(self, turn: Turn, tried: set[Engine]) -> Engine | None:
+        holder = turn.holder
+        if turn.path is Path.DIRECT and holder is not None and holder not in tried:
+            return await self._admission.place(holder.url, lambda: holder)
+        return await self._admission.place(
+            f"decode {turn.model}",
+            # After a pull, the engine that held the conversation needs the new part only.
+            lambda: self._pool.choose(
+                self._pool.decode_engines(turn.model), exclude=tried, prefer=turn.holder
+            ),
+        )
 
     async def _prefill(self, turn: Turn) -> None:
         """Run the prefill leg, once more if it fails; without result the decode engine computes alone."""
@@ -181,7 +211,10 @@ class TurnServer:
         failed: Engine | None = None
         for _ in range(2):
             claim: Claim | None = None
-            engine = self._prefiller(turn, engines, tried) or failed
+            engine = await self._admission.place(
+                f"prefill {turn.model}",
+                lambda: self._prefiller(turn, engines, tried) or failed,  # noqa: B023
+            )
             if engine is None:
                 if turn.reason not in ("prefill_failed", "decode_failed", "decode_unreachable"):
                     turn.went_cold("no_prefill_engine")
@@ -304,7 +337,7 @@ class TurnServer:
             rank = turn.location.data_parallel_rank
             if rank > 0 or self._pool.shares_endpoint(engine):
                 headers = {**headers, "X-data-parallel-rank": str(rank)}
-        engine.outstanding += 1
+        self._pool.begin(engine)
         sent = self._monotonic()
         try:
             response, first = await self._upstream.open(engine, turn.engine_path, body, headers)
@@ -316,7 +349,7 @@ class TurnServer:
                 # Returns a finished connection to the pool and cuts any other: the engine stops at once.
                 response.close()
         finally:
-            engine.outstanding -= 1
+            self._pool.end(engine)
 
     async def _relay(
         self, turn: Turn, engine: Engine, response: aiohttp.ClientResponse, first: bytes, sent: float
@@ -327,7 +360,10 @@ class TurnServer:
             self._rates.computed(engine.url, turn.decision.new_tokens, now - sent)
         self._count_reuse(turn)
         out = web.StreamResponse(headers={**client_headers(response.headers), **turn.answer_headers()})
-        turn.streaming = True
+        turn.streaming, turn.out = True, out
+        if turn.patience is not None:
+            limit = turn.whole_s
+            turn.patience.reschedule(None if limit is None else turn.arrived + limit)
         await out.prepare(turn.request)
         calls = openai.ToolCallScan()
         try:
@@ -397,11 +433,17 @@ class TurnServer:
     # Answers that are no completion
 
     def _error(
-        self, turn: Turn, message: str, status: int, *, param: str | None = None
+        self,
+        turn: Turn,
+        message: str,
+        status: int,
+        *,
+        param: str | None = None,
+        retry_after_s: int = 1,
     ) -> web.StreamResponse:
         headers = turn.answer_headers()
-        if status == 503:
-            headers["Retry-After"] = "1"
+        if status in (429, 503):
+            headers["Retry-After"] = str(retry_after_s)
         headers["Content-Type"] = "application/json"
         return web.Response(
             body=openai.error_body(message, status, param=param), status=status, headers=headers

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from kvplane.client.address import checked_address
+from kvplane.router.admission import AdmissionLimits
+from kvplane.router.health import HealthLimits
 from kvplane.router.policy import PathMode, Thresholds
 
 _LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
@@ -84,6 +86,10 @@ class RouterSettings:
     """From sending a request to a decode engine until the first byte of its answer's body."""
     idle_timeout_s: float = 600.0
     """Longest silence within a stream."""
+    request_timeout_s: float = 0.0
+    """Longest a request may take in all; 0 sets no limit. Headers of the client's may shorten it."""
+    admission: AdmissionLimits = field(default_factory=AdmissionLimits)
+    health: HealthLimits = field(default_factory=HealthLimits)
     drain_timeout_s: float = 30.0
     poll_interval_s: float = 1.0
     probe_interval_s: float = 5.0
@@ -119,6 +125,6 @@ class RouterSettings:
         ):
             if getattr(self, name) <= 0:
                 raise SettingsError(f"{name}: must be above 0")
-        for name in ("turn_wait_s", "drain_timeout_s"):
+        for name in ("turn_wait_s", "drain_timeout_s", "request_timeout_s"):
             if getattr(self, name) < 0:
                 raise SettingsError(f"{name}: must be 0 or more")

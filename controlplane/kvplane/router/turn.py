@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -47,6 +48,12 @@ class Turn:
     decoder: Engine | None = None
     streaming: bool = False
     """The client has been sent the beginning of an answer."""
+    out: web.StreamResponse | None = None
+    """That answer."""
+    patience: asyncio.Timeout | None = None
+    """Ends the request when its time is over."""
+    whole_s: float | None = None
+    """Seconds from its arrival that it may take in all; None without a limit."""
 
     @property
     def model(self) -> str:
@@ -157,7 +164,8 @@ class TurnPlanner:
             miss = str(begun.miss) if begun.miss is not None else ""
         if turn.location is not None:
             holder = self._pool.holder(turn.location)
-            turn.holder = holder if holder is not None and holder.up and not holder.draining else None
+            if holder is not None and holder.up and not holder.draining and not self._pool.ejected(holder):
+                turn.holder = holder
         return miss or "unknown_conversation"
 
     def _facts(self, turn: Turn, mode: PathMode, miss: str) -> TurnFacts:

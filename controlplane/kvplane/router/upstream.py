@@ -203,15 +203,20 @@ class Upstream:
     async def prefill(self, engine: Engine, path: str, body: bytes, headers: Mapping[str, str]) -> Prefilled:
         """Run a prefill leg. Raises RefusedError, NeverSentError, LegFailedError or LegTimeoutError."""
         started = asyncio.get_running_loop().time()
-        engine.outstanding += 1
+        self._pool.begin(engine)
         try:
             async with self._waiting(engine, self._prefill_timeout_s):
                 response = await self._send(engine, path, body, headers)
                 answer = await self._whole(engine, response)
+            seconds = asyncio.get_running_loop().time() - started
+            prefilled = self._prefilled(engine, answer, seconds)
+        except (LegFailedError, LegTimeoutError) as error:
+            self._pool.erred(engine, error.problem)
+            raise
         finally:
-            engine.outstanding -= 1
-        seconds = asyncio.get_running_loop().time() - started
-        return self._prefilled(engine, answer, seconds)
+            self._pool.end(engine)
+        self._pool.answered(engine)
+        return prefilled
 
     def _prefilled(self, engine: Engine, answer: EngineAnswer, seconds: float) -> Prefilled:
         problem = f"answered {answer.status} with what is not a completion"
@@ -244,6 +249,17 @@ class Upstream:
         The caller closes the response. Raises RefusedError, NeverSentError, LegFailedError (also for a
         stream that begins with an error) or LegTimeoutError.
         """
+        try:
+            response, first = await self._open(engine, path, body, headers)
+        except (LegFailedError, LegTimeoutError) as error:
+            self._pool.erred(engine, error.problem)
+            raise
+        self._pool.answered(engine)
+        return response, first
+
+    async def _open(
+        self, engine: Engine, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
         try:
             async with self._waiting(engine, self._first_byte_timeout_s):
                 response = await self._send(engine, path, body, headers)

@@ -1,0 +1,145 @@
+"""How many requests are taken on: bounded in all, bounded per engine, and a bounded queue between the two."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self, TypeVar
+
+
+class Loaded(Protocol):
+    """An engine as admission sees it."""
+
+    outstanding: int
+
+
+L = TypeVar("L", bound=Loaded)
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """How much is taken on. 0 sets no limit on requests."""
+
+    max_requests: int = 4096
+    """Requests under way in this router, those that wait included; one more is answered 429."""
+    max_engine_requests: int = 1024
+    """Requests of this router's on one engine; more wait here."""
+    max_queued: int = 1024
+    """Requests that wait for a place on an engine; one more is answered 429. 0: none waits."""
+    queue_timeout_s: float = 30.0
+    """Longest wait for a place; then 503."""
+
+    def __post_init__(self) -> None:
+        if min(self.max_requests, self.max_engine_requests, self.max_queued) < 0:
+            raise ValueError("max_requests, max_engine_requests, max_queued: must be 0 or more")
+        if self.queue_timeout_s <= 0:
+            raise ValueError("queue_timeout_s: must be above 0")
+
+
+class OverloadedError(Exception):
+    """A request is not taken on. `status` is 429 or 503, `retry_after_s` whole seconds from 1 to 60."""
+
+    def __init__(self, message: str, status: int, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
+_WEIGHT = 0.1
+_MOST_SECONDS = 60
+
+
+class Admission:
+    """Counts what is under way, and queues what finds no engine with a place, first come first served.
+
+    `async with` around a request counts it; entering raises OverloadedError. `monotonic` reads seconds.
+    """
+
+    def __init__(self, limits: AdmissionLimits, monotonic: Callable[[], float]) -> None:
+        self._limits = limits
+        self._monotonic = monotonic
+        self._lines: dict[str, deque[asyncio.Event]] = {}
+        self._ended_at: float | None = None
+        self._between_ends_s = 0.0
+        self.requests = 0
+        """Under way, those that wait included."""
+        self.queued = 0
+        """Those that wait for a place on an engine."""
+
+    async def __aenter__(self) -> Self:
+        most = self._limits.max_requests
+        if most and self.requests >= most:
+            raise OverloadedError(
+                f"The router has {most} requests under way; try again later.", 429, self.retry_after_s()
+            )
+        self.requests += 1
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.requests -= 1
+        now = self._monotonic()
+        if self._ended_at is not None:
+            self._between_ends_s += (now - self._ended_at - self._between_ends_s) * _WEIGHT
+        self._ended_at = now
+
+    def retry_after_s(self) -> int:
+        """Return after how many seconds those that wait now will probably have been served: 1 to 60."""
+        return max(1, min(_MOST_SECONDS, math.ceil((self.queued + 1) * self._between_ends_s)))
+
+    def has_place(self, engine: Loaded) -> bool:
+        """Tell whether an engine may get one more request."""
+        most = self._limits.max_engine_requests
+        return not most or engine.outstanding < most
+
+    async def place(self, kind: str, choose: Callable[[], L | None]) -> L | None:
+        """Return an engine that `choose` gives and that has a place, as soon as there is one.
+
+        Requests of one `kind` (those that the same engines can serve) wait in one line. `choose` is asked
+        again each time a place may have become free; it should prefer engines with one. None is its answer
+        when there is no engine at all. The caller counts the request as outstanding before it awaits
+        anything. Raises OverloadedError.
+        """
+        line = self._lines.get(kind)
+        if line is None:
+            engine = choose()
+            if engine is None or self.has_place(engine):
+                return engine
+        if self.queued >= self._limits.max_queued:
+            raise OverloadedError(
+                "All engines are busy and the queue is full; try again later.", 429, self.retry_after_s()
+            )
+        if line is None:
+            line = self._lines[kind] = deque()
+        turn = asyncio.Event()
+        line.append(turn)
+        self.queued += 1
+        try:
+            async with asyncio.timeout(self._limits.queue_timeout_s):
+                while True:
+                    await turn.wait()
+                    turn.clear()
+                    engine = choose()
+                    if engine is None or self.has_place(engine):
+                        return engine
+        except TimeoutError:
+            raise OverloadedError(
+                "No engine became free in time; try again later.", 503, self.retry_after_s()
+            ) from None
+        finally:
+            self.queued -= 1
+            line.remove(turn)
+            if line:
+                line[0].set()
+            else:
+                del self._lines[kind]
+
+    def freed(self) -> None:
+        """Have the first in each line look again: a place became free, or an engine came or went."""
+        for line in self._lines.values():
+            line[0].set()

@@ -1,0 +1,191 @@
+"""Bounded queues and deadlines: what is not taken on is told when to come back."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass
+
+import aiohttp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplane.router.admission import Admission, AdmissionLimits, OverloadedError
+from kvplane.router.deadline import deadline
+from tests.router.rig import CHAT, chat, rig, until
+
+
+@dataclass(eq=False)
+class Engine:
+    outstanding: int = 0
+
+
+async def test_places_are_given_first_come_first_served() -> None:
+    engine, order = Engine(), list[int]()
+    admission = Admission(AdmissionLimits(max_engine_requests=1), lambda: 0.0)
+
+    async def work(number: int) -> None:
+        taken = await admission.place("d", lambda: engine)
+        assert taken is engine
+        engine.outstanding += 1
+        assert engine.outstanding == 1
+        order.append(number)
+        await asyncio.sleep(0)
+        engine.outstanding -= 1
+        admission.freed()
+
+    await asyncio.gather(*(work(number) for number in range(20)))
+    assert order == list(range(20))
+    assert admission.queued == 0
+
+
+async def test_one_that_gives_up_does_not_stop_the_line() -> None:
+    engine = Engine(1)
+    admission = Admission(AdmissionLimits(max_engine_requests=1), lambda: 0.0)
+    tasks = [asyncio.create_task(admission.place("d", lambda: engine)) for _ in range(3)]
+    await until(lambda: admission.queued == 3)
+    tasks[0].cancel()
+    await asyncio.gather(tasks[0], return_exceptions=True)
+    engine.outstanding = 0
+    admission.freed()
+    assert await tasks[1] is engine
+    assert await tasks[2] is engine
+
+
+async def test_lines_of_different_kinds_do_not_wait_for_each_other() -> None:
+    full, free = Engine(1), Engine()
+    admission = Admission(AdmissionLimits(max_engine_requests=1), lambda: 0.0)
+    waiting = asyncio.create_task(admission.place("prefill", lambda: full))
+    await until(lambda: admission.queued == 1)
+    assert await admission.place("decode", lambda: free) is free
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_the_queue_is_bounded_in_length_and_time() -> None:
+    engine = Engine(1)
+    limits = AdmissionLimits(max_engine_requests=1, max_queued=1, queue_timeout_s=0.05)
+    admission = Admission(limits, lambda: 0.0)
+    first = asyncio.create_task(admission.place("d", lambda: engine))
+    await until(lambda: admission.queued == 1)
+    with pytest.raises(OverloadedError) as full:
+        await admission.place("d", lambda: engine)
+    assert full.value.status == 429
+    with pytest.raises(OverloadedError) as late:
+        await first
+    assert late.value.status == 503
+    assert admission.queued == 0
+
+
+@given(gaps=st.lists(st.floats(0, 1000), max_size=20))
+async def test_retry_after_is_whole_seconds_from_1_to_60(gaps: list[float]) -> None:
+    now = 0.0
+    admission = Admission(AdmissionLimits(), lambda: now)
+    for gap in gaps:
+        now += gap
+        async with admission:
+            pass
+    assert 1 <= admission.retry_after_s() <= 60
+
+
+@pytest.mark.parametrize("wrong", [{"max_requests": -1}, {"queue_timeout_s": 0.0}])
+def test_limits_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        AdmissionLimits(**wrong)  # type: ignore[arg-type]  # the test varies the field
+
+
+@pytest.mark.parametrize(
+    ("headers", "limit", "begin", "whole"),
+    [
+        ({}, 0, None, None),
+        ({}, 30, 30, 30),
+        ({"x-request-timeout": "2.5"}, 30, 2.5, 2.5),
+        ({"x-request-timeout": "90"}, 30, 30, 30),
+        ({"x-envoy-expected-rq-timeout-ms": "1500"}, 0, 1.5, 1.5),
+        ({"x-stainless-read-timeout": "600"}, 0, 600, None),
+        ({"x-stainless-timeout": "5", "x-request-timeout": "9"}, 0, 5, 9),
+        ({"x-request-timeout": "none", "x-stainless-read-timeout": "nan"}, 0, None, None),
+        ({"x-request-timeout": "-1"}, 0, None, None),
+        ({"x-request-timeout": "inf"}, 0, None, None),
+    ],
+)
+def test_deadlines(headers: dict[str, str], limit: float, begin: float | None, whole: float | None) -> None:
+    found = deadline(headers, limit)
+    assert (found.begin_s, found.whole_s) == (begin, whole)
+    assert not math.isnan(found.begin_s or 0)
+
+
+# With engines
+
+
+async def test_more_than_max_requests_are_429_and_get_in_again_later() -> None:
+    async with rig(admission=AdmissionLimits(max_requests=2)) as r:
+        r.d.gate.clear()
+        tasks = [asyncio.create_task(r.post(chat("hello", conversation=f"c{i}"))) for i in range(2)]
+        await until(lambda: len(r.d.requests) == 2)
+        refused = await r.post(chat("hello"))
+        assert refused.status == 429
+        assert refused.headers["retry-after"] == "1"
+        assert refused.reason == "overloaded"
+        assert refused.body["error"]["code"] == 429
+        r.d.gate.set()
+        assert [reply.status for reply in await asyncio.gather(*tasks)] == [200, 200]
+        assert (await r.post(chat("hello"))).status == 200
+        assert (await r.metric("kvplane_router_overloaded_total"))['{status="429"}'] == 1
+
+
+async def test_requests_wait_for_a_place_on_an_engine() -> None:
+    async with rig(admission=AdmissionLimits(max_engine_requests=1)) as r:
+        r.d.gate.clear()
+        tasks = [asyncio.create_task(r.post(chat("hello", conversation=f"c{i}"))) for i in range(4)]
+        await until(lambda: r.d.requests and r.router._admission.queued == 3)
+        assert len(r.d.requests) == 1
+        assert (await r.metric("kvplane_router_queued"))[""] == 3
+        r.d.gate.set()
+        assert [reply.status for reply in await asyncio.gather(*tasks)] == [200] * 4
+
+
+async def test_a_place_that_does_not_come_is_a_503() -> None:
+    limits = AdmissionLimits(max_engine_requests=1, queue_timeout_s=0.1)
+    async with rig(admission=limits) as r:
+        r.d.gate.clear()
+        first = asyncio.create_task(r.post(chat("hello")))
+        await until(lambda: r.d.requests)
+        late = await r.post(chat("hello", conversation="c2"))
+        assert (late.status, late.reason) == (503, "overloaded")
+        assert int(late.headers["retry-after"]) >= 1
+        r.d.gate.set()
+        assert (await first).status == 200
+
+
+@pytest.mark.parametrize("header", ["x-request-timeout", "x-stainless-read-timeout"])
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_a_clients_deadline_ends_its_request_on_the_engines(header: str, leg: str) -> None:
+    async with rig() as r:
+        engine = r.p if leg == "prefill" else r.d
+        engine.faults.append("hang")
+        reply = await r.post(chat("hello"), headers={header: "0.2"})
+        assert (reply.status, reply.reason) == (504, "deadline")
+        await until(lambda: engine.aborted == 1)
+
+
+async def test_the_routers_own_deadline_cuts_a_stream_so_that_it_shows() -> None:
+    async with rig(request_timeout_s=0.3) as r:
+        r.d.gate.clear()
+        async with r.http.post(r.url + CHAT, json=chat("hello", stream=True)) as response:
+            assert response.status == 200
+            with pytest.raises(aiohttp.ClientError):
+                await response.read()
+        await until(lambda: r.d.aborted == 1)
+
+
+async def test_an_sdks_timeout_is_for_the_beginning_of_a_stream_only() -> None:
+    async with rig() as r:
+        r.d.gate.clear()
+        headers = {"x-stainless-read-timeout": "0.2"}
+        async with r.http.post(r.url + CHAT, json=chat("hello", stream=True), headers=headers) as response:
+            await response.content.readany()
+            await asyncio.sleep(0.4)
+            r.d.gate.set()
+            assert (await response.read()).endswith(b"data: [DONE]\n\n")
