@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import random
 import urllib.parse
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -101,36 +100,3 @@ def user(count: int, seed: str) -> dict[str, str]:
 def assistant(text: str) -> dict[str, str]:
     """Return the model's answer as a message of the history."""
     return {"role": "assistant", "content": text}
-
-
-EDITS = (
-    "first changed",
-    "middle changed",
-    "last answer changed",
-    "message removed",
-    "one character",
-    "two swapped",
-)
-
-
-def edited(messages: Messages, kind: str, rng: random.Random) -> Messages:
-    """Return a history of five or more messages, changed in one of the ways clients change histories."""
-    result = [dict(message) for message in messages]
-    last_answer = max(index for index, message in enumerate(result) if message["role"] == "assistant")
-    if kind == "first changed":
-        result[0]["content"] = words(rng.randrange(5, 60), f"edit{rng.random()}")
-    elif kind == "middle changed":
-        middle = rng.randrange(1, len(result) - 2)
-        result[middle]["content"] = words(rng.randrange(5, 60), f"edit{rng.random()}")
-    elif kind == "last answer changed":
-        result[last_answer]["content"] = words(rng.randrange(1, 20), f"edit{rng.random()}")
-    elif kind == "message removed":
-        del result[rng.randrange(0, len(result) - 1)]
-    elif kind == "one character":
-        target = rng.choice([message for message in result[:-1] if message["content"]])
-        at = rng.randrange(len(target["content"]))
-        target["content"] = target["content"][:at] + "#" + target["content"][at + 1 :]
-    else:
-        one, other = rng.sample(range(len(result) - 1), 2)
-        result[one], result[other] = result[other], result[one]
-    return result

@@ -6,20 +6,33 @@ the same prompt without a conversation id, which nothing is reused for.
 
 from __future__ import annotations
 
-import random
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from deploy.rig.engines import small_model
+from deploy.rig.process import RigError
 from deploy.rig.stack import Stack
-from tests.e2e.conftest import StartStack
-from tests.e2e.talk import EDITS, Answer, Messages, assistant, edited, say, user
+from tests.e2e.histories import exact_stack, run
+from tests.e2e.talk import Answer, Messages, assistant, say, user
 
 pytestmark = pytest.mark.vllm
 
 
+HISTORIES = 40
+
+
 @pytest.fixture(scope="module")
-def exact(start_stack: StartStack) -> Stack:
-    return start_stack(dtype="float32")
+def exact(vllm_environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    try:
+        model = small_model()
+    except RigError as error:
+        pytest.fail(str(error), pytrace=False)
+    with exact_stack(model, tmp_path_factory.mktemp("exact")) as stack:
+        yield stack
 
 
 def history(stack: Stack, conversation_id: str, *, first_words: int = 120, turns: int = 2) -> Messages:
@@ -65,24 +78,17 @@ def test_different_contexts_give_different_tokens(exact: Stack) -> None:
     assert len(seen) == 6
 
 
-def test_fifty_edited_histories_give_the_tokens_of_recomputing(exact: Stack) -> None:
-    rng = random.Random(20261129)
-    pulled = nothing = 0
-    for number in range(50):
-        kind = EDITS[number % len(EDITS)]
-        conversation_id = f"edited-{number}"
-        messages = history(exact, conversation_id)
-        messages.append(user(20, f"next-{number}"))
-        changed = edited(messages, kind, rng)
-        reused = say(exact.url, changed, conversation_id, path="direct" if number % 5 == 4 else "pull")
-        expected = reference(exact, changed)
-        assert reused.status == 200, reused.body
-        assert reused.tokens == expected.tokens, f"{number}: {kind}, served {reused.path} ({reused.reason})"
-        if reused.path == "pull":
-            pulled += bool(reused.reused_tokens)
-            nothing += not reused.reused_tokens
-    assert pulled >= 10, "edits late in the history leave a prefix to reuse"
-    assert nothing >= 5, "edits of the first words leave none"
+def test_random_histories_give_the_tokens_of_recomputing_and_reuse_what_is_equal(exact: Stack) -> None:
+    """`python -m tests.e2e.histories` plays as many as it is told."""
+    report = asyncio.run(run(exact, HISTORIES, seed=20261130))
+    figures = report.summary()
+    said = json.dumps(figures, indent=1)
+    assert figures["histories_equal"] == HISTORIES, said
+    assert figures["histories_reuse_exact"] == HISTORIES, said
+    assert figures["tokens_pulled"] == figures["tokens_transferred_by_p_metrics"], said
+    assert set(figures["served"]) == {"cold", "pull", "direct"}, said
+    assert figures["turns_with_part_reused"] >= HISTORIES // 2, "edits leave prefixes to reuse"
+    assert figures["different_replies"] > figures["turns"] * 0.8, "or equal tokens would prove nothing"
 
 
 def test_two_hundred_turns_sent_the_moment_the_last_stream_ends(exact: Stack) -> None:
