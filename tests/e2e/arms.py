@@ -24,6 +24,8 @@ from deploy.rig.engines import MODEL_NAME, Engine, EngineSettings, Role, small_m
 from deploy.rig.plane import ControlPlane
 from deploy.rig.process import LOCALHOST, free_ports
 from deploy.rig.usage import Usage
+from kvplane.client.client import ControlPlaneClient
+from kvplane.client.model import ConversationKey
 from tests.e2e.asking import prefilled
 
 QUIET_PROGRESS_US = 1000
@@ -37,6 +39,8 @@ class Kind(StrEnum):
     """vLLM's NixlConnector in one direction: P to D, nothing retained."""
     KVPLANE = "kvplane"
     """kvplane with its control plane: P asks it for every prompt, D retains and announces every turn."""
+    ROUTED = "routed"
+    """The same behind a router of kvplane's, which asks instead of P; here the proxy does as it would."""
     GONE = "gone"
     """kvplane with an address where nobody listens."""
 
@@ -65,8 +69,12 @@ class Arm:
     def __init__(self, kind: Kind, logs: Path, *, decode_options: Mapping[str, Any] | None = None) -> None:
         self.kind = kind
         port = free_ports(1)[0]
-        address = f"{LOCALHOST}:{port}"
-        plane = ControlPlane(port=port, log_file=logs / f"{kind}-plane.log") if kind is Kind.KVPLANE else None
+        self._address = address = f"{LOCALHOST}:{port}"
+        plane = (
+            ControlPlane(port=port, log_file=logs / f"{kind}-plane.log")
+            if kind in (Kind.KVPLANE, Kind.ROUTED)
+            else None
+        )
         common: dict[str, Any] = {
             "venv": vllm_venv(),
             "model": small_model(),
@@ -82,6 +90,7 @@ class Arm:
         decode = {**common, "role": Role.DECODE, "core": 1, **(decode_options or {})}
         self.prefill = Engine(EngineSettings(**prefill, log_file=logs / f"{kind}-prefill.log"))
         self.decode = Engine(EngineSettings(**decode, log_file=logs / f"{kind}-decode.log"))
+        self._client: ControlPlaneClient | None = None
         self._programs = [*([plane] if plane is not None else []), self.prefill, self.decode]
 
     def start(self) -> None:
@@ -125,7 +134,22 @@ class Arm:
             "ignore_eos": True,
             "return_token_ids": True,
         }
-        return Handed(body, await prefilled(session, self.prefill.url, "/v1/completions", body), began)
+        if self.kind is not Kind.ROUTED:
+            return Handed(body, await prefilled(session, self.prefill.url, "/v1/completions", body), began)
+        name = f"{began}/{random.random()}"
+        turn = (
+            await self._control_plane().begin_turn(ConversationKey("default", MODEL_NAME, name), name)
+        ).turn
+        ours = {"kvplane": {"router": True}}
+        params = await prefilled(session, self.prefill.url, "/v1/completions", body, ours)
+        params["kvplane"] = {
+            "tenant_id": "default",
+            "model": MODEL_NAME,
+            "conversation_id": name,
+            "turn": turn,
+            "endpoint": self.decode.url,
+        }
+        return Handed(body, params, began)
 
     async def decode_leg(self, session: aiohttp.ClientSession, handed: Handed) -> Served:
         """Have D write the reply."""
@@ -140,6 +164,18 @@ class Arm:
                         tokens += choice.get("token_ids") or ()
                         first = first or (time.perf_counter() if tokens else 0.0)
         return Served(tuple(tokens), first - sent, time.perf_counter() - handed.began)
+
+    def _control_plane(self) -> ControlPlaneClient:
+        """Return the client; made in the loop that uses it."""
+        if self._client is None:
+            self._client = ControlPlaneClient(self._address)
+        return self._client
+
+    async def aclose(self) -> None:
+        """Close what legs opened. Idempotent."""
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
 
     async def serve(self, session: aiohttp.ClientSession, prompt: Sequence[int], max_tokens: int) -> Served:
         """Serve one request through both engines."""

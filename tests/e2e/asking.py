@@ -124,10 +124,17 @@ async def ask_with_offer(
 
 
 async def prefilled(
-    session: aiohttp.ClientSession, prefill_url: str, path: str, body: Mapping[str, Any]
+    session: aiohttp.ClientSession,
+    prefill_url: str,
+    path: str,
+    body: Mapping[str, Any],
+    params: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Have P compute a prompt, as the plainest proxy does; returns the params that go to D as they are."""
-    leg = {**body, "max_tokens": 1, "kv_transfer_params": dict(_NOTHING_TO_PULL)}
+    """Have P compute a prompt, as the plainest proxy does; returns the params that go to D as they are.
+
+    `params` are more members of P's kv_transfer_params.
+    """
+    leg = {**body, "max_tokens": 1, "kv_transfer_params": {**_NOTHING_TO_PULL, **(params or {})}}
     answer, _ = await _post(session, f"{prefill_url}{path}", leg, {})
     return dict(answer["kv_transfer_params"])
 

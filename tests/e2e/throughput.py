@@ -2,11 +2,11 @@
 
 usage: python -m tests.e2e.throughput [--arms stock,kvplane] [--rounds 8] [--requests 32] [--json PATH]
 
-Arms: stock (NixlConnector in one direction), kvplane, gone (kvplane whose control plane is an address where
-nobody listens, for the whole run). Every round serves the same unique prompts in each arm, one arm after the
-other, in alternating order. Reported per arm against the first: requests per second, and requests per CPU
-second of the engines, which says the same on a machine that others use too; medians over the rounds with the
-quartiles. Tokens are compared too.
+Arms: stock (NixlConnector in one direction), kvplane, routed (a router asks the control plane, not P), gone
+(kvplane whose control plane is an address where nobody listens, for the whole run). Every round serves the
+same unique prompts in each arm, one arm after the other, in alternating order. Reported per arm against the
+first: requests per second, and requests per CPU second of the engines, which says the same on a machine that
+others use too; medians over the rounds with the quartiles. Tokens are compared too.
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ async def compare(
             progress(comparison)
         for arm in arms:
             comparison.log_lines[arm.kind] = len(await asyncio.to_thread(arm.log_lines))
+            await arm.aclose()
     return comparison
 
 
