@@ -1,8 +1,12 @@
-"""For machines with few cores only: let NIXL's progress thread sleep between two looks at the network.
+"""For machines with few cores only: what waits in an engine sleeps instead of spinning.
 
 NIXL's Python API starts every agent with a progress delay of zero: one thread per engine then polls without
 a pause and fills a core. On two cores, two engines starve their own computing that way (a prefill of one
 second was seen to take 80). A delay of 100 microseconds brings the idle cost to about 3 % of a core.
+
+vLLM's scheduler and its worker, two processes, each spin for a second after every message between them. On
+one core that takes from the worker what the scheduler spins away, and CPU time says nothing of work. Here
+they wait at once, as they do anyway after that second.
 
 Python imports this module by itself in every process that has this folder on PYTHONPATH; the rig puts it
 there for its engines. A production engine has cores to spare and must not use it.
@@ -12,12 +16,13 @@ import importlib.abc
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 DELAY_MICROSECONDS = int(os.environ.get("NIXL_PROGRESS_DELAY_US", "100"))
+SPIN_SECONDS = float(os.environ.get("KVPLANE_RIG_SPIN_S", "0"))
 
 
 def _slow_down(module: ModuleType) -> bool:
@@ -38,31 +43,58 @@ def _slow_down(module: ModuleType) -> bool:
     return True
 
 
-class _NixlFinder(importlib.abc.MetaPathFinder):
-    """Finds NIXL's `_api` module the ordinary way and changes it right after it has run."""
+def _stop_spinning(module: ModuleType) -> bool:
+    """Have readers of vLLM's message queues wait after SPIN_SECONDS; False if there is nothing to change."""
+    condition = getattr(module, "SpinCondition", None)
+    if condition is None:
+        return False
+    begin = condition.__init__
+
+    def begin_quietly(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        self.busy_loop_s = min(self.busy_loop_s, SPIN_SECONDS)
+
+    condition.__init__ = begin_quietly
+    return True
+
+
+def _change_for(name: str) -> Callable[[ModuleType], bool] | None:
+    """Return what to do to the module `name` after it has run, None if nothing."""
+    if name.startswith("nixl") and name.endswith("._api"):
+        return _slow_down
+    if name == "vllm.distributed.device_communicators.shm_broadcast":
+        return _stop_spinning
+    return None
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the modules to be changed the ordinary way and changes each right after it has run."""
+
+    def __init__(self) -> None:
+        self._looking = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the module's own spec with a loader that ends in `_slow_down`, or None if not NIXL's."""
-        if not (fullname.startswith("nixl") and fullname.endswith("._api")):
+        """Return the module's own spec with a loader that ends in the change, or None if there is none."""
+        change = _change_for(fullname)
+        if change is None or self._looking:
             return None
-        sys.meta_path.remove(self)  # or the look-up below would come back here
+        self._looking = True  # or the look-up below would come back here
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
-            sys.meta_path.insert(0, self)
+            self._looking = False
         if spec is None or spec.loader is None:
             return spec
         run = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             run(module)
-            if _slow_down(module) and self in sys.meta_path:
-                sys.meta_path.remove(self)
+            change(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # this one loader object only
         return spec
 
 
-sys.meta_path.insert(0, _NixlFinder())
+sys.meta_path.insert(0, _Finder())
