@@ -52,6 +52,10 @@ class EngineConfig:
     """Why a prefill engine reads from nobody, "" if it does."""
     host: str = "127.0.0.1"
     announces_endpoint: bool = False
+    adapters: tuple[str, ...] = ()
+    """More names it answers to."""
+    tells_params: bool = False
+    """Its replies always hold kv_transfer_params, as other connectors' do."""
 
 
 @dataclass(slots=True)

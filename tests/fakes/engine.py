@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import uuid
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from aiohttp import web
 
@@ -23,7 +22,7 @@ if __name__ == "__main__":
 
 from kvplane.client import model as m
 from kvplane.client.client import ControlPlaneClient
-from tests.fakes import kv
+from tests.fakes import dialects, kv
 from tests.fakes.core import Body, EngineConfig, EngineCore, EnginePlane, Work
 
 
@@ -39,12 +38,19 @@ class FakeEngine(EngineCore):
         self.faults: deque[str | None] = deque()
         self.requests: list[Body] = []
         self.headers: list[dict[str, str]] = []
+        self.stored: dict[str, Body] = {}
+        """Responses that were to be stored."""
         self.aborted = 0
         self.healthy = True
         self.gate = asyncio.Event()
         """Cleared: replies stop after their first token until it is set."""
         self.gate.set()
         self._runner: web.AppRunner | None = None
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The names it answers to."""
+        return (self.config.model, *self.config.adapters)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -56,8 +62,8 @@ class FakeEngine(EngineCore):
     async def start(self, port: int | None = None) -> None:
         """Listen on a port, by default the one it had before, else a free one; announce itself."""
         app = web.Application(client_max_size=64 * 1024 * 1024)
-        app.router.add_post("/v1/chat/completions", self._generate)
-        app.router.add_post("/v1/completions", self._generate)
+        for path in (dialects.CHAT, dialects.COMPLETIONS, dialects.RESPONSES, dialects.MESSAGES):
+            app.router.add_post(path, self._generate)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_post("/kv/read", self._read)
@@ -87,7 +93,8 @@ class FakeEngine(EngineCore):
         return web.Response(status=200 if self.healthy else 503)
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": self.config.model, "object": "model"}]})
+        data = [{"id": name, "object": "model", "root": self.config.model} for name in self.models]
+        return web.json_response({"object": "list", "data": data})
 
     async def _state(self, request: web.Request) -> web.Response:
         return web.json_response(
@@ -101,66 +108,71 @@ class FakeEngine(EngineCore):
         fault = self.faults.popleft() if self.faults else None
         if fault is not None and fault.isdigit():
             status = int(fault)
-            return _error(status, f"fault {fault}", {"Retry-After": "7"} if status in (429, 503) else {})
+            headers = {"Retry-After": "7"} if status in (429, 503) else {}
+            return _error(request.path, status, f"fault {fault}", headers)
         if fault == "garbage":
             return web.Response(text="<html>not what you asked for</html>", content_type="text/html")
         if fault == "disconnect":
             assert request.transport is not None
             request.transport.close()
             return web.Response()
-        refusal = self._refusal(body)
+        refusal = self._refusal(request.path, body)
         if refusal is not None:
             return refusal
         try:
             if fault == "hang":
                 await asyncio.Event().wait()
-            work = Work(body, f"req-{uuid.uuid4().hex[:12]}", kv.prompt_tokens(body))
+            alike = dialects.alike(request.path, body)
+            work = Work(alike, f"req-{uuid.uuid4().hex[:12]}", kv.prompt_tokens(alike))
         except asyncio.CancelledError:
             self.aborted += 1
             raise
         work.prompt_count = len(work.tokens)
         try:
             await self.prefill(work)
+            reply = dialects.Reply(
+                request.path,
+                body,
+                request.headers.get("X-Request-Id", work.request_id),
+                cached=work.local_tokens + max(0, work.pulled_tokens),
+                prompt_tokens=work.prompt_count,
+            )
             if body.get("stream"):
-                return await self._stream(request, work, fault)
-            while self.next_token(work) is not None:
+                return await self._stream(request, work, reply, fault)
+            while (token := self.next_token(work)) is not None:
+                reply.words.append(kv.word_of(token))
                 await self._gap(work)
-            params = await self.finish(work)
+            reply.private, reply.ends = await self.finish(work), work.finish_reason
         except asyncio.CancelledError:
             self.aborted += 1
             raise
         finally:
             self.pool.release(work.blocks)
-        chat = "messages" in body
-        text = " ".join(map(kv.word_of, work.reply))
-        message: Body = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-        choices = [
-            {"index": index, **message, "logprobs": None, "finish_reason": _ends(work)}
-            for index in range(int(float(body.get("n") or 1)))
-        ]
-        return web.json_response(
-            {
-                "id": f"chatcmpl-{request.headers.get('X-Request-Id', work.request_id)}",
-                "object": "chat.completion" if chat else "text_completion",
-                "created": 1,
-                "model": body["model"],
-                "choices": choices,
-                "usage": self._usage(work),
-                "kv_transfer_params": params,
-                "system_fingerprint": "fake",
-            }
-        )
+        if self.config.tells_params and reply.private is None:
+            reply.private = {"remote_host": "10.0.0.1"}
+        answer = reply.whole()
+        if request.path == dialects.RESPONSES and body.get("store"):
+            self.stored[answer["id"]] = answer
+        return web.json_response(answer)
 
-    def _refusal(self, body: Body) -> web.Response | None:
-        if body.get("model") != self.config.model:
-            return _error(404, f"The model `{body.get('model')}` does not exist.")
-        if not isinstance(body.get("messages", body.get("prompt")), list | str):
-            return _error(400, "messages: Field required")
+    def _refusal(self, path: str, body: Body) -> web.Response | None:
+        if body.get("model") not in self.models:
+            return _error(path, 404, f"The model `{body.get('model')}` does not exist.")
+        prompt = body.get("messages", body.get("prompt", body.get("input")))
+        if not isinstance(prompt, list | str):
+            return _error(path, 400, "messages: Field required")
+        if path == dialects.RESPONSES and {"max_tokens", "max_completion_tokens", "n"} & set(body):
+            return _error(path, 400, "a field of another API")
+        if path == dialects.MESSAGES and not isinstance(body.get("max_tokens"), int):
+            return _error(path, 400, "max_tokens: Field required")
+        earlier = body.get("previous_response_id")
+        if earlier is not None and earlier not in self.stored:
+            return _error(path, 404, f"Response with id '{earlier}' not found.")
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
         if limit is not None and (body.get("min_tokens") or 0) > limit:
-            return _error(400, f"min_tokens must be less than or equal to max_tokens={limit}")
+            return _error(path, 400, f"min_tokens must be less than or equal to max_tokens={limit}")
         if body.get("stream_options") and not body.get("stream"):
-            return _error(400, "Stream options can only be defined when `stream=True`.")
+            return _error(path, 400, "Stream options can only be defined when `stream=True`.")
         return None
 
     async def _gap(self, work: Work) -> None:
@@ -168,65 +180,35 @@ class FakeEngine(EngineCore):
             await asyncio.sleep(self.config.token_gap_s)
         await self.gate.wait()
 
-    def _usage(self, work: Work) -> Body:
-        return {
-            "prompt_tokens": work.prompt_count,
-            "completion_tokens": len(work.reply),
-            "total_tokens": work.prompt_count + len(work.reply),
-            "prompt_tokens_details": {"cached_tokens": work.local_tokens + max(0, work.pulled_tokens)},
-        }
-
-    async def _stream(self, request: web.Request, work: Work, fault: str | None) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, work: Work, reply: dialects.Reply, fault: str | None
+    ) -> web.StreamResponse:
         out = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await out.prepare(request)
-        chat = "messages" in work.body
-        base: Body = {
-            "id": f"chatcmpl-{work.request_id}",
-            "object": "chat.completion.chunk" if chat else "text_completion",
-            "created": 1,
-            "model": work.body["model"],
-        }
-
-        async def send(choice: Body, **more: Any) -> None:
-            choices = [{"index": 0, "finish_reason": None, "logprobs": None, **choice}]
-            event = {**base, "choices": choices, **more}
-            await out.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-
         if fault == "error_stream":
-            await out.write(
-                b'data: {"error": {"message": "KV load failed", "code": 500}}\n\ndata: [DONE]\n\n'
-            )
+            if reply.path == dialects.RESPONSES:
+                await out.write(b"".join(reply.starts()))
+            await out.write(reply.fails("KV load failed"))
             return out
-        if chat:
-            await send({"delta": {"role": "assistant", "content": ""}})
+        for event in reply.starts():
+            await out.write(event)
         while (token := self.next_token(work)) is not None:
-            text = ("" if len(work.reply) == 1 else " ") + kv.word_of(token)
-            await send({"delta": {"content": text}} if chat else {"text": text})
+            await out.write(reply.says(kv.word_of(token)))
             if fault == "break_stream" and len(work.reply) == 2:
                 assert request.transport is not None
                 request.transport.close()
                 return out
             await self._gap(work)
-        await self.finish(work)
-        await send(
-            {"delta": {}, "finish_reason": _ends(work)}
-            if chat
-            else {"text": "", "finish_reason": _ends(work)}
-        )
-        if (work.body.get("stream_options") or {}).get("include_usage"):
-            usage = {**base, "choices": [], "usage": self._usage(work)}
-            await out.write(b"data: " + json.dumps(usage).encode() + b"\n\n")
-        await out.write(b"data: [DONE]\n\n")
+        reply.private, reply.ends = await self.finish(work), work.finish_reason
+        if self.config.tells_params and reply.private is None:
+            reply.private = {"remote_host": "10.0.0.1"}
+        for event in reply.stops():
+            await out.write(event)
         return out
 
 
-def _ends(work: Work) -> str:
-    return "tool_calls" if work.body.get("tool_choice") == "required" else work.finish_reason
-
-
-def _error(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
-    error = {"message": message, "type": "BadRequestError", "param": None, "code": status}
-    return web.json_response({"error": error}, status=status, headers=headers)
+def _error(path: str, status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
+    return web.json_response(dialects.error(path, status, message), status=status, headers=headers)
 
 
 async def _main(arguments: argparse.Namespace) -> None:

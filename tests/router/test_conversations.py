@@ -9,7 +9,8 @@ import pytest
 from yarl import URL
 
 from kvplane.client.model import ConversationKey, EngineRole
-from kvplane.router import openai
+from kvplane.router.app import APIS
+from kvplane.router.replies import ToolCallScan
 from tests.fakes.core import EngineConfig
 from tests.router.rig import Rig, chat, long_text, rig, until
 
@@ -176,7 +177,7 @@ EVENTS = [
 def test_calls_of_tools_are_seen_wherever_a_stream_is_cut(event: str, found: bool) -> None:
     raw = ("data: {}\n\n" * 20 + event + "\n\ndata: [DONE]\n\n").encode()
     for size in (1, 7, 64, len(raw)):
-        scan = openai.ToolCallScan()
+        scan = ToolCallScan()
         for start in range(0, len(raw), size):
             scan.see(raw[start : start + size])
         assert scan.found == found
@@ -196,4 +197,4 @@ def test_calls_of_tools_are_seen_wherever_a_stream_is_cut(event: str, found: boo
     ],
 )
 def test_calls_of_tools_in_a_whole_reply(answer: dict[str, Any], calls: bool) -> None:
-    assert openai.calls_tools(answer) is calls
+    assert any(api.calls_tools(answer) for api in APIS.values()) is calls

@@ -421,7 +421,7 @@ async def test_odd_models_are_no_500() -> None:
     ("method", "path", "status"),
     [
         ("GET", "/v1/nothing", 404),
-        ("POST", "/v1/responses", 404),
+        ("POST", "/v1/response", 404),
         ("GET", "/v1/chat/completions", 405),
         ("GET", "/", 404),
     ],

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from kvplane.client.logs import hashed
 from kvplane.client.model import ConversationKey
 from kvplane.router import openai
+from kvplane.router.chat import ChatCompletions, Completions
 from kvplane.router.identity import IdentityError, conversation_id, tenant_of
 from kvplane.router.learned import Average, Memory, RateBook
 from kvplane.router.policy import Holder, Path, PathMode, Rates, Thresholds, TurnFacts, decide
 from kvplane.router.settings import RouterSettings, SettingsError, engine_url
 
+CHAT, COMPLETIONS = ChatCompletions(), Completions()
 KEY = ConversationKey("t", "m", "c")
 LIMITS = Thresholds()
 HELD = TurnFacts(1000, held_tokens=900, holder=Holder(True))
@@ -176,7 +178,7 @@ def test_no_decision_is_impossible(
 
 
 def text(*contents: str) -> openai.PromptText:
-    return openai.prompt_text({"messages": [{"role": "user", "content": c} for c in contents]})
+    return CHAT.prompt_text({"messages": [{"role": "user", "content": c} for c in contents]})
 
 
 def test_estimates_follow_what_engines_counted() -> None:
@@ -188,7 +190,7 @@ def test_estimates_follow_what_engines_counted() -> None:
     assert memory.estimate(other, text("x" * 784)) == 400
     memory.remember(KEY, text("x" * 784), None)
     assert memory.estimate(KEY, text("x" * 784)) == 400
-    assert memory.estimate(KEY, openai.prompt_text({"prompt": [1, 2, 3]})) == 3
+    assert memory.estimate(KEY, COMPLETIONS.prompt_text({"prompt": [1, 2, 3]})) == 3
 
 
 def test_wild_ratios_are_bounded() -> None:
@@ -204,9 +206,9 @@ def test_history_is_known_to_change_only_where_it_did() -> None:
     assert not memory.history_changed(KEY, text("a", "b", "c"))
     assert memory.history_changed(KEY, text("a", "B", "c"))
     assert memory.history_changed(KEY, text("b", "c"))
-    memory.remember(KEY, openai.prompt_text({"prompt": "once upon"}), 10)
-    assert not memory.history_changed(KEY, openai.prompt_text({"prompt": "once upon a time"}))
-    assert memory.history_changed(KEY, openai.prompt_text({"prompt": "Once upon a time"}))
+    memory.remember(KEY, COMPLETIONS.prompt_text({"prompt": "once upon"}), 10)
+    assert not memory.history_changed(KEY, COMPLETIONS.prompt_text({"prompt": "once upon a time"}))
+    assert memory.history_changed(KEY, COMPLETIONS.prompt_text({"prompt": "Once upon a time"}))
 
 
 def test_memory_is_bounded_case_35() -> None:
@@ -237,74 +239,6 @@ def test_rates_are_learned_per_pair() -> None:
     assert (rates.prefill, rates.decode_prefill) == (1000, 2000)
     assert rates.transfer == pytest.approx(10_000)
     assert book.rates("p", None) == Rates(1000, None, None)
-
-
-# Bodies
-
-
-def test_prefill_leg_leaves_the_rest_alone() -> None:
-    body = {"model": "m", "n": 3, "best_of": 4, "stop": ["x"], "tools": [1], "stream": True, "unknown": 1}
-    leg = openai.prefill_body(body, {"a": 1})
-    assert leg == {
-        "model": "m",
-        "n": 1,
-        "stop": ["x"],
-        "tools": [1],
-        "stream": False,
-        "unknown": 1,
-        "max_tokens": 1,
-        "kv_transfer_params": {"a": 1},
-    }
-    assert body["n"] == 3
-
-
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ({}, None),
-        ({"n": 1, "best_of": 1}, None),
-        ({"n": True}, None),
-        ({"n": 2}, "several_choices"),
-        ({"best_of": 2}, "several_choices"),
-        ({"use_beam_search": True}, "several_choices"),
-        ({"prompt": ["a", "b"]}, "several_prompts"),
-        ({"prompt": [[1], [2]]}, "several_prompts"),
-        ({"prompt": [1, 2]}, None),
-        ({"prompt": "a", "echo": True}, "echo"),
-        ({"prompt_logprobs": 0}, "prompt_logprobs"),
-    ],
-)
-def test_what_cannot_be_split(body: dict[str, Any], reason: str | None) -> None:
-    assert openai.decode_only_reason(body) == reason
-
-
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.text(),
-        lambda x: st.lists(x) | st.dictionaries(st.text(), x),
-    )
-)
-def test_measuring_takes_anything(value: Any) -> None:
-    for body in (
-        {"messages": value},
-        {"messages": [value]},
-        {"messages": [{"role": value, "content": "text"}]},
-        {"prompt": value},
-        {"messages": [{"content": value}]},
-    ):
-        assert openai.prompt_text(body).characters >= 0
-        openai.decode_only_reason(body)
-
-
-@pytest.mark.parametrize(
-    "usage", [None, 5, {}, {"prompt_tokens_details": None}, {"prompt_tokens_details": {"cached_tokens": 9}}]
-)
-def test_cached_tokens_are_set_or_taken_off(usage: Any) -> None:
-    answer = {"usage": usage}
-    openai.set_cached_tokens(answer, 4)
-    assert openai.cached_tokens(answer) == (4 if isinstance(usage, dict) else None)
-    openai.set_cached_tokens(answer, None)
-    assert openai.cached_tokens(answer) is None
 
 
 # Settings

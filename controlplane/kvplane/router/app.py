@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -19,10 +19,14 @@ from kvplane.client.client import ControlPlaneClient
 from kvplane.client.turns import TurnsStream
 from kvplane.router import conversations, openai
 from kvplane.router.admission import Admission
+from kvplane.router.api import Api
+from kvplane.router.chat import ChatCompletions, Completions
 from kvplane.router.conversations import Conversations
+from kvplane.router.messages import Messages
 from kvplane.router.metrics import RouterMetrics
 from kvplane.router.plane import Plane, PlaneClient, TurnsClient
 from kvplane.router.pool import Engine, EnginePool
+from kvplane.router.responses import Responses
 from kvplane.router.serving import TurnServer
 from kvplane.router.settings import RouterSettings, SettingsError
 from kvplane.router.turn import Turn
@@ -30,7 +34,10 @@ from kvplane.router.upstream import Upstream, client_headers
 
 log = structlog.get_logger("kvplane.router")
 
-GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions")
+APIS: Mapping[str, Api] = {
+    api.path: api for api in (ChatCompletions(), Completions(), Responses(), Messages())
+}
+"""The generation APIs by path."""
 _KEEPALIVE_S = 4.0
 """vLLM closes idle connections after 5 s; one that closes as we write costs a retry."""
 
@@ -162,7 +169,7 @@ class RouterServer:
     async def _listen(self) -> None:
         settings = self.settings
         app = web.Application(client_max_size=settings.max_body_bytes)
-        for path in GENERATION_PATHS:
+        for path in APIS:
             app.router.add_post(path, self._generate)
         self._conversations.add_to(app.router)
         app.router.add_get("/v1/models", self._models)
@@ -217,7 +224,7 @@ class RouterServer:
     # Routes
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        turn = Turn(request, request.path, _request_id(request), asyncio.get_running_loop().time())
+        turn = Turn(request, APIS[request.path], _request_id(request), asyncio.get_running_loop().time())
         return await self._turns.serve(turn)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
@@ -290,7 +297,7 @@ class RouterServer:
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _unknown(self, request: web.Request) -> web.StreamResponse:
-        known = request.path in (*GENERATION_PATHS, "/v1/models", "/health", "/ready", "/metrics")
+        known = request.path in (*APIS, "/v1/models", "/health", "/ready", "/metrics")
         if known or conversations.is_path(request.path):
             return _error(f"{request.method} is not allowed on {request.path}.", 405)
         return _error(f"There is no {request.path} here.", 404, {"x-request-id": _request_id(request)})

@@ -21,6 +21,7 @@ from kvplane.router.metrics import RouterMetrics
 from kvplane.router.plane import Plane
 from kvplane.router.policy import Path
 from kvplane.router.pool import Engine, EnginePool
+from kvplane.router.replies import StreamGuard, ToolCallScan, scrub
 from kvplane.router.settings import RouterSettings
 from kvplane.router.turn import Turn, TurnPlanner
 from kvplane.router.upstream import (
@@ -281,8 +282,8 @@ class TurnServer:
                     "token_count": location.token_count,
                 },
             }
-        body = openai.dump(openai.prefill_body(turn.body, params))
-        prefilled = await self._upstream.prefill(engine, turn.engine_path, body, turn.headers)
+        body = openai.dump(turn.api.prefill_body(turn.body, params))
+        prefilled = await self._upstream.prefill(engine, turn.api, body, turn.headers)
         self._learn(turn, prefilled)
         if prefilled.params is None:
             self._metrics.no_prefill_params.inc()
@@ -331,7 +332,7 @@ class TurnServer:
         return params
 
     async def _decode(self, turn: Turn, engine: Engine) -> web.StreamResponse:
-        body = openai.dump(openai.decode_body(turn.body, self._decode_params(turn, engine)))
+        body = openai.dump(turn.api.decode_body(turn.body, self._decode_params(turn, engine)))
         headers = turn.headers
         if turn.path is Path.DIRECT and turn.location is not None:
             rank = turn.location.data_parallel_rank
@@ -340,7 +341,7 @@ class TurnServer:
         self._pool.begin(engine)
         sent = self._monotonic()
         try:
-            response, first = await self._upstream.open(engine, turn.engine_path, body, headers)
+            response, first = await self._upstream.open(engine, turn.api, body, headers)
             try:
                 if response.content_type == "text/event-stream":
                     return await self._relay(turn, engine, response, first, sent)
@@ -365,13 +366,18 @@ class TurnServer:
             limit = turn.whole_s
             turn.patience.reschedule(None if limit is None else turn.arrived + limit)
         await out.prepare(turn.request)
-        calls = openai.ToolCallScan()
+        calls = ToolCallScan()
+        guard = StreamGuard(turn.api, self._cached_in_stream(turn))
         try:
             calls.see(first)
-            await out.write(first)
+            if passed := guard.passed(first):
+                await out.write(passed)
             async for chunk in response.content.iter_any():
                 calls.see(chunk)
-                await out.write(chunk)
+                if passed := guard.passed(chunk):
+                    await out.write(passed)
+            if passed := guard.rest():
+                await out.write(passed)
         except (ConnectionError, aiohttp.ClientConnectionResetError):
             if turn.request.transport is None or turn.request.transport.is_closing():
                 self._metrics.disconnects.inc()
@@ -406,18 +412,23 @@ class TurnServer:
             answer = json.loads(raw)
         except (ValueError, RecursionError):
             answer = None
-        if not isinstance(answer, dict) or "choices" not in answer:
+        if not isinstance(answer, dict) or not turn.api.is_answer(answer):
             raise LegFailedError(engine, "answered 200 with what is not a completion")
-        answer.pop("kv_transfer_params", None)
-        if openai.calls_tools(answer):
+        scrub(answer)
+        if turn.api.calls_tools(answer):
             self._await_tools(turn)
         if turn.path is Path.DIRECT:
-            turn.reused_tokens = openai.cached_tokens(answer)
+            turn.reused_tokens = turn.api.cached_tokens(answer)
         elif turn.prefilled is not None and turn.prefilled.params is not None:
-            openai.set_cached_tokens(answer, self._cached(turn.prefilled))
+            turn.api.set_cached_tokens(answer, self._cached(turn.prefilled))
         self._count_reuse(turn)
         headers = {**client_headers(response.headers), **turn.answer_headers()}
         return web.Response(body=openai.dump(answer), headers=headers)
+
+    def _cached_in_stream(self, turn: Turn) -> int | None:
+        if turn.path is Path.DIRECT or turn.prefilled is None or turn.prefilled.params is None:
+            return StreamGuard.UNCHANGED
+        return self._cached(turn.prefilled)
 
     def _cached(self, prefilled: Prefilled) -> int | None:
         if prefilled.cached_tokens is not None or not prefilled.envelope:
@@ -446,14 +457,18 @@ class TurnServer:
             headers["Retry-After"] = str(retry_after_s)
         headers["Content-Type"] = "application/json"
         return web.Response(
-            body=openai.error_body(message, status, param=param), status=status, headers=headers
+            body=turn.api.error_body(message, status, param=param), status=status, headers=headers
         )
 
     def _passed_on(self, turn: Turn, answer: EngineAnswer) -> web.StreamResponse:
         headers = {**answer.headers, **turn.answer_headers()}
         if answer.status in (429, 503) and not any(name.lower() == "retry-after" for name in headers):
             headers["Retry-After"] = "1"
-        return web.Response(body=answer.body, status=answer.status, headers=headers)
+        body = turn.api.engine_error(answer.body, answer.status)
+        if body is not answer.body:
+            headers = {name: value for name, value in headers.items() if name.lower() != "content-type"}
+            headers["Content-Type"] = "application/json"
+        return web.Response(body=body, status=answer.status, headers=headers)
 
     def _gave_up(self, turn: Turn, error: LegError) -> web.StreamResponse:
         log.error("engine_failed", engine=error.engine.url, problem=error.problem, request_id=turn.request_id)

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from kvplane.client.model import ConversationKey, Location
 from kvplane.router import identity, openai
+from kvplane.router.api import Api
 from kvplane.router.learned import Memory, RateBook
 from kvplane.router.openai import Body
 from kvplane.router.plane import Plane
@@ -23,7 +24,7 @@ class Turn:
     """State of one request."""
 
     request: web.Request
-    engine_path: str
+    api: Api
     request_id: str
     arrived: float
     body: Body = field(default_factory=dict)
@@ -114,7 +115,7 @@ class TurnPlanner:
                     "header x-kvplane-path must be auto, cold, pull or direct", "x-kvplane-path"
                 ) from None
         conversation = identity.conversation_id(body, request.headers)
-        turn.decode_only = openai.decode_only_reason(body)
+        turn.decode_only = turn.api.decode_only_reason(body)
         if conversation is None:
             turn.reason = "no_conversation_id"
         elif (model := self._model(turn)) is None:
@@ -134,7 +135,7 @@ class TurnPlanner:
         """Begin the turn at the control plane and choose its path."""
         miss = turn.reason
         if turn.key is not None:
-            turn.text = openai.prompt_text(turn.body)
+            turn.text = turn.api.prompt_text(turn.body)
             miss = await self._ask_plane(turn, turn.key)
         facts = self._facts(turn, mode, miss)
         turn.decision = decision = decide(facts, self._settings.thresholds)

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from kvplane.router import openai
+from kvplane.router.api import Api
 from kvplane.router.pool import Engine, EnginePool
 
 _HOP_BY_HOP = frozenset(
@@ -200,16 +200,16 @@ class Upstream:
                 raise LegFailedError(engine, "went silent") from None
             raise LegTimeoutError(engine, f"no answer within {seconds:g} s") from None
 
-    async def prefill(self, engine: Engine, path: str, body: bytes, headers: Mapping[str, str]) -> Prefilled:
+    async def prefill(self, engine: Engine, api: Api, body: bytes, headers: Mapping[str, str]) -> Prefilled:
         """Run a prefill leg. Raises RefusedError, NeverSentError, LegFailedError or LegTimeoutError."""
         started = asyncio.get_running_loop().time()
         self._pool.begin(engine)
         try:
             async with self._waiting(engine, self._prefill_timeout_s):
-                response = await self._send(engine, path, body, headers)
+                response = await self._send(engine, api.path, body, headers)
                 answer = await self._whole(engine, response)
             seconds = asyncio.get_running_loop().time() - started
-            prefilled = self._prefilled(engine, answer, seconds)
+            prefilled = self._prefilled(engine, api, answer, seconds)
         except (LegFailedError, LegTimeoutError) as error:
             self._pool.erred(engine, error.problem)
             raise
@@ -218,14 +218,14 @@ class Upstream:
         self._pool.answered(engine)
         return prefilled
 
-    def _prefilled(self, engine: Engine, answer: EngineAnswer, seconds: float) -> Prefilled:
+    def _prefilled(self, engine: Engine, api: Api, answer: EngineAnswer, seconds: float) -> Prefilled:
         problem = f"answered {answer.status} with what is not a completion"
         try:
             parsed = json.loads(answer.body)
         except (ValueError, RecursionError):
             raise LegFailedError(engine, problem) from None
         params = parsed.get("kv_transfer_params") if isinstance(parsed, dict) else ""
-        if not isinstance(parsed, dict) or not isinstance(params, dict | None) or "choices" not in parsed:
+        if not isinstance(parsed, dict) or not isinstance(params, dict | None) or not api.is_answer(parsed):
             raise LegFailedError(engine, problem)
         envelope = params.pop("kvplane", None) if params is not None else None
         if params is not None:
@@ -236,13 +236,13 @@ class Upstream:
             engine,
             params or None,
             envelope if isinstance(envelope, dict) else {},
-            openai.cached_tokens(parsed),
-            openai.prompt_tokens(parsed),
+            api.cached_tokens(parsed),
+            api.prompt_tokens(parsed),
             seconds,
         )
 
     async def open(
-        self, engine: Engine, path: str, body: bytes, headers: Mapping[str, str]
+        self, engine: Engine, api: Api, body: bytes, headers: Mapping[str, str]
     ) -> tuple[aiohttp.ClientResponse, bytes]:
         """Send a decode leg; returns the response and its first bytes, at least one unless it is empty.
 
@@ -250,7 +250,7 @@ class Upstream:
         stream that begins with an error) or LegTimeoutError.
         """
         try:
-            response, first = await self._open(engine, path, body, headers)
+            response, first = await self._open(engine, api, body, headers)
         except (LegFailedError, LegTimeoutError) as error:
             self._pool.erred(engine, error.problem)
             raise
@@ -258,26 +258,29 @@ class Upstream:
         return response, first
 
     async def _open(
-        self, engine: Engine, path: str, body: bytes, headers: Mapping[str, str]
+        self, engine: Engine, api: Api, body: bytes, headers: Mapping[str, str]
     ) -> tuple[aiohttp.ClientResponse, bytes]:
         try:
             async with self._waiting(engine, self._first_byte_timeout_s):
-                response = await self._send(engine, path, body, headers)
+                response = await self._send(engine, api.path, body, headers)
                 try:
                     if response.status != 200:
                         # Raises unless it is another kind of success.
                         answer = await self._whole(engine, response)
                         raise LegFailedError(engine, f"answered {answer.status}", answer.status, answer)
                     first = await response.content.readany()
+                    if response.content_type == "text/event-stream":
+                        while not api.begun(first) and (more := await response.content.readany()):
+                            first += more
                 except BaseException:
                     response.close()
                     raise
         except (aiohttp.ClientError, OSError) as error:
             raise self._broke(engine, error) from error
-        if first.startswith(b'data: {"error"'):
+        if (error_body := api.stream_error(first)) is not None:
             response.close()
             raise LegFailedError(
-                engine, "began its stream with an error", 500, EngineAnswer(500, {}, _error_of(first))
+                engine, "began its stream with an error", 500, EngineAnswer(500, {}, error_body)
             )
         return response, first
 
@@ -300,13 +303,3 @@ class Upstream:
         if 400 <= response.status < 500:
             raise RefusedError(engine, answer)
         raise LegFailedError(engine, f"answered {response.status}", response.status, answer)
-
-
-def _error_of(chunk: bytes) -> bytes:
-    """Return the error object that a stream begins with, as a body."""
-    line = chunk.split(b"\n", 1)[0].removeprefix(b"data: ")
-    try:
-        json.loads(line)
-    except ValueError:
-        return openai.error_body("The engine failed before the first token.", 500)
-    return line
