@@ -52,6 +52,10 @@ class _Remembered:
     digest: int
     prompt_characters: int
     ratio: float | None
+    prefill_url: str = ""
+    """The prefill engine that computed the last prompt that one did."""
+    prefill_tokens: int = 0
+    """Its length."""
 
 
 class Memory:
@@ -85,8 +89,23 @@ class Memory:
             return hash(text.prompt[: known.prompt_characters]) != known.digest
         return hash(text.parts[: known.parts]) != known.digest
 
-    def remember(self, key: ConversationKey, text: PromptText, tokens: int | None) -> None:
-        """Keep what a turn's prompt was; `tokens` is its true length where an engine told it."""
+    def prefilled_by(self, key: ConversationKey) -> str:
+        """Return the URL of the prefill engine that last computed a prompt of a conversation, "" if none."""
+        known = self._conversations.get(key)
+        return known.prefill_url if known is not None else ""
+
+    def prompt_at(self, key: ConversationKey, url: str) -> int:
+        """Return how many tokens the prompt had that this engine computed last, 0 if another did."""
+        known = self._conversations.get(key)
+        return known.prefill_tokens if known is not None and known.prefill_url == url else 0
+
+    def remember(
+        self, key: ConversationKey, text: PromptText, tokens: int | None, prefill_url: str = ""
+    ) -> None:
+        """Keep what a turn's prompt was; `tokens` is its true length where an engine told it.
+
+        `prefill_url` is the prefill engine that has computed it, "" if none has.
+        """
         known = self._conversations.pop(key, None)
         ratio = known.ratio if known is not None else None
         if tokens and text.tokens is None:
@@ -95,7 +114,12 @@ class Memory:
             model.add(ratio)
             self._models[key.model] = model
         digest = hash(text.prompt) if text.prompt is not None else hash(text.parts)
-        self._conversations[key] = _Remembered(len(text.parts), digest, len(text.prompt or ""), ratio)
+        url, there = (known.prefill_url, known.prefill_tokens) if known is not None else ("", 0)
+        if prefill_url and tokens:
+            url, there = prefill_url, tokens
+        self._conversations[key] = _Remembered(
+            len(text.parts), digest, len(text.prompt or ""), ratio, url, there
+        )
         while len(self._conversations) > self._capacity:
             self._conversations.popitem(last=False)
         while len(self._models) > 1000:
@@ -115,6 +139,8 @@ class RateBook:
         self._capacity = capacity
         self._compute: OrderedDict[str, Average] = OrderedDict()
         self._transfer: OrderedDict[tuple[str, str], Average] = OrderedDict()
+        """By the engine that holds and the one that reads."""
+        self._hits: OrderedDict[str, Average] = OrderedDict()
 
     def rates(self, prefill_url: str | None, decode_url: str | None) -> Rates:
         """Return what is known of a pair."""
@@ -122,10 +148,33 @@ class RateBook:
             prefill=_value(self._compute.get(prefill_url or "")),
             decode_prefill=_value(self._compute.get(decode_url or "")),
             transfer=_value(self._transfer.get((decode_url or "", prefill_url or ""))),
+            receive=_value(self._transfer.get((prefill_url or "", decode_url or ""))),
         )
 
+    def compute(self, url: str) -> float | None:
+        """Return how many tokens of prompts an engine computes in a second, None while unknown."""
+        return _value(self._compute.get(url))
+
+    def hit_share(self, url: str) -> float | None:
+        """Return the share, 0 to 1, of the last prompt that an engine still has when the next one comes.
+
+        None while unknown.
+        """
+        hits = self._hits.get(url)
+        return hits.value_or_last if hits is not None else None
+
+    def hit(self, url: str, expected: int, found: int) -> None:
+        """An engine was expected to have so many tokens of a prompt in its prefix cache, and had so many."""
+        if expected > 0:
+            self._add(self._hits, url, min(1.0, found / expected))
+
+    def received(self, prefill_url: str, decode_url: str, tokens: int, seconds: float) -> None:
+        """A decode engine began its answer so long after it was told to read so many tokens."""
+        if tokens >= _MIN_TOKENS and seconds > 0:
+            self._add(self._transfer, (prefill_url, decode_url), tokens / seconds)
+
     def computed(self, url: str, tokens: int, seconds: float) -> None:
-        """An engine computed so many tokens of a prompt, its queue included."""
+        """An engine computed so many tokens of prompts: those before it in its queue, and one's own."""
         if tokens >= _MIN_TOKENS and seconds > 0:
             self._add(self._compute, url, tokens / seconds)
 

@@ -49,7 +49,9 @@ class Rates:
     decode_prefill: float | None = None
     """The decode engine computes prompts."""
     transfer: float | None = None
-    """KV moves between the two, per token held."""
+    """The prefill engine reads KV that the decode engine holds."""
+    receive: float | None = None
+    """The decode engine reads KV that the prefill engine computed, and begins its answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ class Holder:
     """Known, alive, not draining."""
     outstanding: int = 0
     waiting: int = 0
+    ahead_tokens: int = 0
+    """Prompt tokens of ours that it has still to compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,10 @@ class TurnFacts:
     prefill_available: bool = True
     prefill_verifies: bool = True
     """Some prefill engine checks fingerprints before it reads."""
+    prefill_ahead_tokens: int = 0
+    """Prompt tokens of ours that the likely prefill engine has still to compute."""
+    local_tokens: int = 0
+    """Expected to be in the likely prefill engine's own prefix cache."""
     mode: PathMode = PathMode.AUTO
     rates: Rates = Rates()
 
@@ -141,8 +149,11 @@ def _choose(facts: TurnFacts, limits: Thresholds) -> tuple[Path, str, tuple[tupl
         return Path.COLD, _no_pull(facts), costs
     if facts.held_tokens < limits.kv_recompute_threshold:
         return Path.COLD, "below_threshold", costs
+    if facts.local_tokens and facts.held_tokens - facts.local_tokens < limits.kv_recompute_threshold:
+        return Path.COLD, "prefill_has_prefix", costs
     if Path.PULL in by_path and by_path[Path.PULL] > by_path[Path.COLD]:
-        return Path.COLD, "pull_not_worth_it", costs
+        reason = "prefill_has_prefix" if facts.local_tokens else "pull_not_worth_it"
+        return Path.COLD, reason, costs
     return Path.PULL, pull_reason, costs
 
 
@@ -163,13 +174,22 @@ def estimate_costs(facts: TurnFacts) -> tuple[tuple[Path, float], ...]:
     rates, held = facts.rates, facts.held_tokens or 0
     if not rates.prefill or not rates.transfer:
         return ()
-    to_decode = facts.prompt_tokens / rates.transfer
+    prompt, local = facts.prompt_tokens, min(facts.local_tokens, facts.prompt_tokens)
+    receive = rates.receive or rates.transfer
+    queue = facts.prefill_ahead_tokens / rates.prefill
+    computed = min(facts.new_tokens, prompt - local)
+    # What the holder has itself need not be sent to it.
+    sent = facts.new_tokens if facts.holder.usable else prompt
     costs = [
-        (Path.COLD, facts.prompt_tokens / rates.prefill + to_decode),
-        (Path.PULL, held / rates.transfer + facts.new_tokens / rates.prefill + to_decode),
+        (Path.COLD, queue + (prompt - local) / rates.prefill + prompt / receive),
+        (
+            Path.PULL,
+            queue + max(0, held - local) / rates.transfer + computed / rates.prefill + sent / receive,
+        ),
     ]
     if rates.decode_prefill:
         # While it computes a prompt, the streams that run there wait.
-        waiting = 1 + facts.holder.outstanding / 4
-        costs.append((Path.DIRECT, facts.new_tokens / rates.decode_prefill * waiting))
+        slowed = 1 + (facts.holder.outstanding + facts.holder.waiting) / 4
+        tokens = facts.holder.ahead_tokens + facts.new_tokens
+        costs.append((Path.DIRECT, tokens / rates.decode_prefill * slowed))
     return tuple(costs)

@@ -37,6 +37,8 @@ class Engine:
     """Requests of this router's that it works on."""
     waiting: int = 0
     """Requests it last reported as waiting."""
+    ahead_tokens: int = 0
+    """Prompt tokens of this router's that it has still to compute, estimated."""
     draining: bool = False
     engine_ids: tuple[str, ...] = ()
     """As registered; several where data-parallel ranks share the URL."""
@@ -226,7 +228,13 @@ class EnginePool:
         return fit if fit or strict else candidates
 
     def choose(
-        self, engines: Sequence[Engine], *, exclude: Collection[Engine] = (), prefer: Engine | None = None
+        self,
+        engines: Sequence[Engine],
+        *,
+        exclude: Collection[Engine] = (),
+        prefer: Engine | None = None,
+        cost: Callable[[Engine], float] | None = None,
+        draw_too: Engine | None = None,
     ) -> Engine | None:
         """Take the engine with the least load, in turn among equals.
 
@@ -237,6 +245,7 @@ class EnginePool:
         An ejected engine gets one request to try it when that is due, and else, like one that is down, only
         what no other can take: an attempt costs less than a refusal. One without a place for more comes
         after all that have one. `prefer` wins while its load is at most two requests above the best.
+        `cost` says what counts instead of the load; `draw_too` is among those drawn.
         """
         left = [e for e in engines if e not in exclude]
         up = [e for e in left if e.up]
@@ -255,6 +264,12 @@ class EnginePool:
         drawn = candidates
         if len(candidates) > 2 and any(e.waiting for e in candidates):
             drawn = self._chance.sample(candidates, 2)
+            if draw_too in candidates and draw_too is not None:
+                drawn.append(draw_too)
+        if cost is not None:
+            limits = self._limits
+            key = [(cost(e) / e.health.weight(now, limits), e.outstanding, e.chosen_at) for e in drawn]
+            return self._took(drawn[key.index(min(key))], now)
         best = min(drawn, key=lambda e: (self._load(e, now), e.chosen_at))
         if (
             prefer is not None

@@ -15,6 +15,7 @@ from kvplane.client.logs import hashed
 from kvplane.client.model import Claim
 from kvplane.router import identity, openai
 from kvplane.router.admission import Admission, OverloadedError
+from kvplane.router.choice import PrefillChoice
 from kvplane.router.deadline import deadline
 from kvplane.router.learned import Memory, RateBook
 from kvplane.router.metrics import RouterMetrics
@@ -74,7 +75,15 @@ class TurnServer:
         self._monotonic = monotonic
         self._memory = Memory()
         self._rates = RateBook()
-        self._planner = TurnPlanner(settings, pool=pool, plane=plane, memory=self._memory, rates=self._rates)
+        self._prefills = PrefillChoice(pool, self._memory, self._rates)
+        self._planner = TurnPlanner(
+            settings,
+            pool=pool,
+            plane=plane,
+            memory=self._memory,
+            rates=self._rates,
+            prefill=self._prefills,
+        )
 
     async def serve(self, turn: Turn) -> web.StreamResponse:
         """Answer a request, whatever happens."""
@@ -244,11 +253,11 @@ class TurnServer:
 
     def _prefiller(self, turn: Turn, engines: list[Engine], tried: set[Engine]) -> Engine | None:
         if turn.path is Path.PULL:
-            able = self._pool.choose([e for e in engines if e.up and self._pool.verifies(e)])
+            able = self._prefills.choose(turn, [e for e in engines if e.up and self._pool.verifies(e)])
             if able is not None:
                 return able
             turn.went_cold("prefill_cannot_verify")
-        engine = self._pool.choose(engines, exclude=tried)
+        engine = self._prefills.choose(turn, engines, exclude=tried)
         # With a decode engine at hand, one that is down is not worth waiting for.
         return engine if engine is not None and engine.up else None
 
@@ -283,8 +292,14 @@ class TurnServer:
                 },
             }
         body = openai.dump(turn.api.prefill_body(turn.body, params))
-        prefilled = await self._upstream.prefill(engine, turn.api, body, turn.headers)
-        self._learn(turn, prefilled)
+        ahead, before = engine.ahead_tokens, self._prefills.computed_before(turn, engine)
+        work = self._prefills.work(turn, engine)
+        engine.ahead_tokens += work
+        try:
+            prefilled = await self._upstream.prefill(engine, turn.api, body, turn.headers)
+        finally:
+            engine.ahead_tokens -= work
+        self._learn(turn, prefilled, ahead, before)
         if prefilled.params is None:
             self._metrics.no_prefill_params.inc()
         self._metrics.prefill.labels(turn.path).observe(prefilled.seconds)
@@ -294,19 +309,23 @@ class TurnServer:
             turn.reused_tokens = prefilled.count("reused_tokens") if prefilled.envelope else None
         return prefilled
 
-    def _learn(self, turn: Turn, prefilled: Prefilled) -> None:
-        tokens = prefilled.prompt_tokens
+    def _learn(self, turn: Turn, prefilled: Prefilled, ahead: int, computed_before: int) -> None:
+        """Learn from a prefill leg: what was `ahead` of it in its queue, and its last prompt's tokens."""
+        tokens, url = prefilled.prompt_tokens, prefilled.engine.url
+        if prefilled.envelope:
+            self._rates.hit(url, computed_before, prefilled.count("local_tokens"))
+        elif turn.path is Path.COLD and prefilled.cached_tokens is not None:
+            self._rates.hit(url, computed_before, prefilled.cached_tokens)
         if turn.key is not None:
-            self._memory.remember(turn.key, turn.text, tokens)
+            self._memory.remember(turn.key, turn.text, tokens, url)
         if tokens is None:
             return
         pulled = prefilled.count("reused_tokens")
         computed = tokens - pulled - prefilled.count("local_tokens")
         if turn.path is Path.COLD:
-            self._rates.computed(prefilled.engine.url, computed, prefilled.seconds)
+            self._rates.computed(url, computed + ahead, prefilled.seconds)
         elif turn.holder is not None:
-            holder, reader = turn.holder.url, prefilled.engine.url
-            self._rates.pulled(holder, reader, pulled, computed, prefilled.seconds)
+            self._rates.pulled(turn.holder.url, url, pulled, computed + ahead, prefilled.seconds)
 
     def _decode_params(self, turn: Turn, engine: Engine) -> dict[str, Any] | None:
         params: dict[str, Any] | None = None
@@ -338,13 +357,20 @@ class TurnServer:
             rank = turn.location.data_parallel_rank
             if rank > 0 or self._pool.shares_endpoint(engine):
                 headers = {**headers, "X-data-parallel-rank": str(rank)}
+        work = turn.decision.new_tokens if turn.path is Path.DIRECT and turn.decision is not None else 0
+        ahead = engine.ahead_tokens
         self._pool.begin(engine)
         sent = self._monotonic()
         try:
-            response, first = await self._upstream.open(engine, turn.api, body, headers)
+            engine.ahead_tokens += work
+            try:
+                response, first = await self._upstream.open(engine, turn.api, body, headers)
+            finally:
+                engine.ahead_tokens -= work
             try:
                 if response.content_type == "text/event-stream":
-                    return await self._relay(turn, engine, response, first, sent)
+                    self._learn_first_byte(turn, engine, ahead, self._monotonic() - sent)
+                    return await self._relay(turn, engine, response, first)
                 return await self._whole(turn, engine, response, first)
             finally:
                 # Returns a finished connection to the pool and cuts any other: the engine stops at once.
@@ -353,12 +379,9 @@ class TurnServer:
             self._pool.end(engine)
 
     async def _relay(
-        self, turn: Turn, engine: Engine, response: aiohttp.ClientResponse, first: bytes, sent: float
+        self, turn: Turn, engine: Engine, response: aiohttp.ClientResponse, first: bytes
     ) -> web.StreamResponse:
-        now = self._monotonic()
-        self._metrics.ttft.labels(turn.path).observe(now - turn.arrived)
-        if turn.path is Path.DIRECT and turn.decision is not None:
-            self._rates.computed(engine.url, turn.decision.new_tokens, now - sent)
+        self._metrics.ttft.labels(turn.path).observe(self._monotonic() - turn.arrived)
         self._count_reuse(turn)
         out = web.StreamResponse(headers={**client_headers(response.headers), **turn.answer_headers()})
         turn.streaming, turn.out = True, out
@@ -392,6 +415,16 @@ class TurnServer:
             self._await_tools(turn)
         await out.write_eof()
         return out
+
+    def _learn_first_byte(self, turn: Turn, engine: Engine, ahead: int, seconds: float) -> None:
+        """Learn from the time between sending a decode leg and its first byte."""
+        prefilled = turn.prefilled
+        if turn.path is Path.DIRECT and turn.decision is not None:
+            self._rates.computed(engine.url, turn.decision.new_tokens + ahead, seconds)
+        elif prefilled is not None and prefilled.params is not None and not ahead:
+            held = turn.location.token_count if turn.location is not None and engine is turn.holder else 0
+            tokens = (prefilled.prompt_tokens or 0) - held
+            self._rates.received(prefilled.engine.url, engine.url, tokens, seconds)
 
     def _await_tools(self, turn: Turn) -> None:
         """The reply calls tools, so the conversation goes on when they have run: have it kept until then."""

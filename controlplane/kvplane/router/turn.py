@@ -10,6 +10,7 @@ from aiohttp import web
 from kvplane.client.model import ConversationKey, Location
 from kvplane.router import identity, openai
 from kvplane.router.api import Api
+from kvplane.router.choice import PrefillChoice
 from kvplane.router.learned import Memory, RateBook
 from kvplane.router.openai import Body
 from kvplane.router.plane import Plane
@@ -37,6 +38,10 @@ class Turn:
     idle_s: float | None = None
     lease_class: int | None = None
     """Of the turns before, see BegunTurn: for the engine that runs this one."""
+    prompt_tokens: int = 0
+    """Estimated; 0 while unknown."""
+    history_changed: bool = False
+    """The prompt is known not to begin with the conversation's last one."""
     location: Location | None = None
     holder: Engine | None = None
     decode_only: str | None = None
@@ -90,7 +95,9 @@ class TurnPlanner:
         plane: Plane | None,
         memory: Memory,
         rates: RateBook,
+        prefill: PrefillChoice,
     ) -> None:
+        self._prefill = prefill
         self._settings = settings
         self._pool = pool
         self._plane = plane
@@ -136,6 +143,8 @@ class TurnPlanner:
         miss = turn.reason
         if turn.key is not None:
             turn.text = turn.api.prompt_text(turn.body)
+            turn.prompt_tokens = self._memory.estimate(turn.key, turn.text)
+            turn.history_changed = self._memory.history_changed(turn.key, turn.text)
             miss = await self._ask_plane(turn, turn.key)
         facts = self._facts(turn, mode, miss)
         turn.decision = decision = decide(facts, self._settings.thresholds)
@@ -173,17 +182,21 @@ class TurnPlanner:
         if turn.key is None:
             return TurnFacts(0, miss=miss, mode=mode)
         if turn.location is None:
-            return TurnFacts(self._memory.estimate(turn.key, turn.text), miss=miss, mode=mode)
+            return TurnFacts(turn.prompt_tokens, miss=miss, mode=mode)
         prefill = [e for e in self._pool.prefill_engines(turn.model) if e.up]
-        likely = min(prefill, key=lambda e: e.outstanding, default=None)
+        likely = self._prefill.likely(turn, prefill)
         holder = turn.holder
         return TurnFacts(
-            self._memory.estimate(turn.key, turn.text),
+            turn.prompt_tokens,
             held_tokens=turn.location.token_count,
-            history_changed=self._memory.history_changed(turn.key, turn.text),
-            holder=Holder(True, holder.outstanding, holder.waiting) if holder else Holder(False),
+            history_changed=turn.history_changed,
+            holder=Holder(True, holder.outstanding, holder.waiting, holder.ahead_tokens)
+            if holder
+            else Holder(False),
             prefill_available=bool(prefill),
             prefill_verifies=any(self._pool.verifies(e) for e in prefill),
+            prefill_ahead_tokens=likely.ahead_tokens if likely else 0,
+            local_tokens=self._prefill.local_tokens(turn, likely) if likely else 0,
             mode=mode,
             rates=self._rates.rates(likely.url if likely else None, holder.url if holder else None),
         )

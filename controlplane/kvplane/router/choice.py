@@ -1,0 +1,83 @@
+"""Which prefill engine computes a prompt: the one that will have done so first, by what is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvplane.router.learned import Memory, RateBook
+from kvplane.router.policy import Path
+from kvplane.router.pool import Engine, EnginePool
+
+if TYPE_CHECKING:
+    from kvplane.router.turn import Turn
+
+_UNKNOWN_PROMPT_TOKENS = 512
+"""Taken for prompts that nobody has measured."""
+
+
+class PrefillChoice:
+    """Weighs queue, speed and what an engine's prefix cache should still have of the conversation."""
+
+    def __init__(self, pool: EnginePool, memory: Memory, rates: RateBook) -> None:
+        self._pool = pool
+        self._memory = memory
+        self._rates = rates
+
+    def computed_before(self, turn: Turn, engine: Engine) -> int:
+        """Return how many of the prompt's tokens an engine has computed for the conversation's last one."""
+        if turn.key is None or turn.history_changed:
+            return 0
+        return min(self._memory.prompt_at(turn.key, engine.url), turn.prompt_tokens)
+
+    def local_tokens(self, turn: Turn, engine: Engine, *, unknown_share: float = 0.0) -> int:
+        """Return how many of the prompt's tokens an engine is expected to have in its prefix cache.
+
+        How much of such prompts it still had when they came back, is learned; `unknown_share` counts before.
+        """
+        tokens = self.computed_before(turn, engine)
+        if not tokens:
+            return 0
+        share = self._rates.hit_share(engine.url)
+        return int(tokens * (unknown_share if share is None else share))
+
+    def work(self, turn: Turn, engine: Engine) -> int:
+        """Return how many tokens an engine will probably compute for a turn's prompt."""
+        prompt = turn.prompt_tokens or _UNKNOWN_PROMPT_TOKENS
+        # Going to the one that may have it costs nothing, so that is how it is found out.
+        there = self.local_tokens(turn, engine, unknown_share=1.0)
+        if turn.path is Path.PULL and turn.location is not None and not turn.history_changed:
+            there = max(there, min(turn.location.token_count, prompt))
+        return prompt - min(there, prompt)
+
+    def cost(self, turn: Turn, engine: Engine, default_rate: float) -> float:
+        """Return the expected seconds until an engine has computed a prompt."""
+        ahead = engine.ahead_tokens + engine.waiting * _UNKNOWN_PROMPT_TOKENS
+        return (ahead + self.work(turn, engine)) / (self._rates.compute(engine.url) or default_rate)
+
+    def choose(
+        self, turn: Turn, engines: Sequence[Engine], *, exclude: set[Engine] | frozenset[Engine] = frozenset()
+    ) -> Engine | None:
+        """Return the engine for a turn's prompt; see EnginePool.choose for those that are not well."""
+        if len(engines) < 2:
+            return self._pool.choose(engines, exclude=exclude)
+        default = self._default_rate(engines)
+        last = self._memory.prefilled_by(turn.key) if turn.key is not None else ""
+        return self._pool.choose(
+            engines,
+            exclude=exclude,
+            cost=lambda engine: self.cost(turn, engine, default),
+            draw_too=next((e for e in engines if e.url == last), None),
+        )
+
+    def likely(self, turn: Turn, engines: Sequence[Engine]) -> Engine | None:
+        """Return the engine that will probably be chosen, without choosing it."""
+        if len(engines) < 2:
+            return engines[0] if engines else None
+        default = self._default_rate(engines)
+        return min(engines, key=lambda engine: self.cost(turn, engine, default))
+
+    def _default_rate(self, engines: Sequence[Engine]) -> float:
+        """Return what engines that nothing is known of are taken for: the average of the others."""
+        known = [rate for engine in engines if (rate := self._rates.compute(engine.url))]
+        return sum(known) / len(known) if known else 1.0
