@@ -38,6 +38,8 @@ class FakeEngine(EngineCore):
         self.faults: deque[str | None] = deque()
         self.requests: list[Body] = []
         self.headers: list[dict[str, str]] = []
+        self.passed: list[tuple[str, bytes]] = []
+        """What came to routes that generate nothing."""
         self.stored: dict[str, Body] = {}
         """Responses that were to be stored."""
         self.aborted = 0
@@ -65,6 +67,10 @@ class FakeEngine(EngineCore):
         for path in (dialects.CHAT, dialects.COMPLETIONS, dialects.RESPONSES, dialects.MESSAGES):
             app.router.add_post(path, self._generate)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/responses/{id}", self._response)
+        app.router.add_get("/version", self._version)
+        for path in ("/tokenize", "/v1/embeddings", "/v1/messages/count_tokens", "/v1/audio/transcriptions"):
+            app.router.add_post(path, self._echo)
         app.router.add_get("/health", self._health)
         app.router.add_post("/kv/read", self._read)
         app.router.add_get("/fake/state", self._state)
@@ -95,6 +101,23 @@ class FakeEngine(EngineCore):
     async def _models(self, request: web.Request) -> web.Response:
         data = [{"id": name, "object": "model", "root": self.config.model} for name in self.models]
         return web.json_response({"object": "list", "data": data})
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": "0.32.0-fake"})
+
+    async def _response(self, request: web.Request) -> web.Response:
+        answer = self.stored.get(request.match_info["id"])
+        if answer is None:
+            return _error(request.path, 404, "not found")
+        return web.json_response(answer)
+
+    async def _echo(self, request: web.Request) -> web.Response:
+        raw = await request.read()
+        self.passed.append((request.path_qs, raw))
+        kind = request.headers.get("Content-Type", "")
+        if self.faults:
+            return _error(request.path, int(self.faults.popleft() or 500), "fault")
+        return web.json_response({"engine": self.engine_id, "type": kind}, headers={"x-engine": "yes"})
 
     async def _state(self, request: web.Request) -> web.Response:
         return web.json_response(

@@ -24,13 +24,14 @@ from kvplane.router.chat import ChatCompletions, Completions
 from kvplane.router.conversations import Conversations
 from kvplane.router.messages import Messages
 from kvplane.router.metrics import RouterMetrics
+from kvplane.router.passing import PASSED, Passing
 from kvplane.router.plane import Plane, PlaneClient, TurnsClient
-from kvplane.router.pool import Engine, EnginePool
+from kvplane.router.pool import EnginePool
 from kvplane.router.responses import Responses
 from kvplane.router.serving import TurnServer
 from kvplane.router.settings import RouterSettings, SettingsError
 from kvplane.router.turn import Turn
-from kvplane.router.upstream import Upstream, client_headers
+from kvplane.router.upstream import Upstream
 
 log = structlog.get_logger("kvplane.router")
 
@@ -78,6 +79,7 @@ class RouterServer:
         self._pool: EnginePool
         self._turns: TurnServer
         self._conversations: Conversations
+        self._passing: Passing
         self.port = 0
         """The port it listens on, once started."""
 
@@ -149,6 +151,7 @@ class RouterServer:
         await self._pool.probe_all()
         self._tasks.append(asyncio.create_task(self._pool.run(), name="engine probes"))
         self._conversations = Conversations(settings, pool=self._pool, plane=self._plane)
+        self._passing = Passing(settings, pool=self._pool, session=session)
         self._turns = TurnServer(
             settings,
             pool=self._pool,
@@ -172,7 +175,7 @@ class RouterServer:
         for path in APIS:
             app.router.add_post(path, self._generate)
         self._conversations.add_to(app.router)
-        app.router.add_get("/v1/models", self._models)
+        self._passing.add_to(app.router)
         app.router.add_get("/health", self._health)
         app.router.add_get("/ready", self._ready)
         app.router.add_get("/metrics", self._metrics)
@@ -227,29 +230,6 @@ class RouterServer:
         turn = Turn(request, APIS[request.path], _request_id(request), asyncio.get_running_loop().time())
         return await self._turns.serve(turn)
 
-    async def _models(self, request: web.Request) -> web.StreamResponse:
-        pool, tried = self._pool, set[Engine]()
-        while engine := pool.choose(pool.decode_engines() or pool.prefill_engines(), exclude=tried):
-            tried.add(engine)
-            try:
-                async with (
-                    asyncio.timeout(5.0),
-                    self._require_session().get(
-                        engine.at("/v1/models"), headers=_authorization(request)
-                    ) as response,
-                ):
-                    body = await response.read()
-                    headers = client_headers(response.headers)
-                    return web.Response(body=body, status=response.status, headers=headers)
-            except (TimeoutError, aiohttp.ClientError, OSError) as error:
-                log.warning("models_not_answered", engine=engine.url, problem=str(error))
-        return _error("No engine can be reached.", 503, {"Retry-After": "1"})
-
-    def _require_session(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            raise RuntimeError("the router is closed")
-        return self._session
-
     async def _health(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"status": "draining" if self._draining else "ok"})
 
@@ -297,7 +277,7 @@ class RouterServer:
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _unknown(self, request: web.Request) -> web.StreamResponse:
-        known = request.path in (*APIS, "/v1/models", "/health", "/ready", "/metrics")
+        known = request.path in (*APIS, *PASSED, "/v1/models", "/version", "/health", "/ready", "/metrics")
         if known or conversations.is_path(request.path):
             return _error(f"{request.method} is not allowed on {request.path}.", 405)
         return _error(f"There is no {request.path} here.", 404, {"x-request-id": _request_id(request)})
@@ -309,11 +289,6 @@ def _error(message: str, status: int, headers: dict[str, str] | None = None) -> 
         status=status,
         headers={"Content-Type": "application/json", **(headers or {})},
     )
-
-
-def _authorization(request: web.Request) -> dict[str, str]:
-    value = request.headers.get("Authorization")
-    return {"Authorization": value} if value is not None else {}
 
 
 def _request_id(request: web.Request) -> str:

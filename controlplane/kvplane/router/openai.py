@@ -59,12 +59,19 @@ def dump(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
+_KINDS = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    405: "BadRequestError",
+    413: "BadRequestError",
+    429: "RateLimitError",
+}
+
+
 def error_body(message: str, status: int, *, param: str | None = None, kind: str | None = None) -> bytes:
     """Return an error as OpenAI and vLLM write them."""
     if kind is None:
-        kind = {404: "NotFoundError", 413: "BadRequestError", 400: "BadRequestError"}.get(
-            status, "ServiceUnavailableError" if status == 503 else "InternalServerError"
-        )
+        kind = _KINDS.get(status, "ServiceUnavailableError" if status == 503 else "InternalServerError")
     return dump({"error": {"message": message, "type": kind, "param": param, "code": status}})
 
 

@@ -1,0 +1,140 @@
+"""What an engine is asked besides turns: models, tokens, embeddings, stored responses."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kvplane.client.model import EngineRole
+from kvplane.router.responses import new_response_id
+from tests.fakes.core import EngineConfig
+from tests.router.rig import chat, rig
+
+A = EngineConfig(EngineRole.DECODE, model="a", adapters=("a-lora",))
+B = EngineConfig(EngineRole.DECODE, model="b")
+P_A = EngineConfig(EngineRole.PREFILL, model="a", adapters=("a-lora",))
+P_B = EngineConfig(EngineRole.PREFILL, model="b")
+
+
+async def test_models_are_the_union_over_engines() -> None:
+    async with rig(prefill=[P_A], decode=[A, B]) as r:
+        async with r.http.get(r.url + "/v1/models") as response:
+            listed = await response.json()
+        assert listed["object"] == "list"
+        assert [(entry["id"], entry["root"]) for entry in listed["data"]] == [
+            ("a", "a"),
+            ("a-lora", "a"),
+            ("b", "b"),
+        ]
+        await r.decode[1].stop()
+        async with r.http.get(r.url + "/v1/models") as response:
+            assert [entry["id"] for entry in (await response.json())["data"]] == ["a", "a-lora"]
+        async with r.http.get(r.url + "/v1/models/a-lora") as response:
+            assert (await response.json())["root"] == "a"
+        async with r.http.get(r.url + "/v1/models/x/y") as response:
+            assert response.status == 404
+            assert (await response.json())["error"]["param"] == "model"
+
+
+@pytest.mark.parametrize("model", ["a", "a-lora", "b"])
+async def test_a_request_goes_to_engines_of_its_model(model: str) -> None:
+    async with rig(prefill=[P_A, P_B], decode=[A, B]) as r:
+        for index in range(3):
+            assert (await r.post(chat("hello", model=model, conversation=f"c{index}"))).status == 200
+        wanted = 1 if model == "b" else 0
+        for engines in (r.prefill, r.decode):
+            assert len(engines[wanted].requests) == 3
+            assert not engines[1 - wanted].requests
+
+
+async def test_a_model_that_nobody_serves_is_a_404_in_openais_shape() -> None:
+    async with rig(prefill=[P_A], decode=[A, B]) as r:
+        reply = await r.post(chat("hello", model="c"))
+        assert reply.status == 404
+        assert "`c` does not exist" in reply.body["error"]["message"]
+        assert not r.p.requests
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/embeddings", "/v1/messages/count_tokens"])
+async def test_what_generates_nothing_is_passed_unchanged(path: str) -> None:
+    async with rig(prefill=[P_A], decode=[A, B]) as r:
+        raw = b'{ "model":"b", "input" : ["x", 1.0], "unknown":1e2}'
+        async with r.http.post(f"{r.url}{path}?x=%20y", data=raw) as response:
+            assert response.status == 200
+            assert response.headers["x-engine"] == "yes"
+            answer = await response.json()
+        assert answer["engine"] == r.decode[1].engine_id
+        assert r.decode[1].passed == [(f"{path}?x=%20y", raw)]
+
+
+async def test_forms_are_passed_as_they_are() -> None:
+    async with rig(prefill=[P_A], decode=[A, B]) as r:
+        form = aiohttp.FormData()
+        form.add_field("file", b"\x00\xff" * 100_000, filename="a.wav")
+        form.add_field("model", "b")
+        async with r.http.post(r.url + "/v1/audio/transcriptions", data=form) as response:
+            assert (await response.json())["type"].startswith("multipart/form-data; boundary=")
+        assert len(r.decode[1].passed) == 1
+        assert b"\x00\xff" * 100_000 in r.decode[1].passed[0][1]
+
+
+async def test_an_engines_error_is_passed_on_and_a_dead_one_passed_over() -> None:
+    async with rig(prefill=0, decode=2) as r:
+        body = {"model": "fake", "prompt": "x"}
+        for engine in r.decode:
+            engine.faults.append("422")
+        async with r.http.post(r.url + "/tokenize", json=body) as response:
+            assert response.status == 422
+        for engine in r.decode:
+            engine.faults.clear()
+        await r.decode[0].stop()
+        for _ in range(3):
+            async with r.http.post(r.url + "/tokenize", json=body) as response:
+                assert response.status == 200
+        await r.decode[1].stop()
+        async with r.http.post(r.url + "/tokenize", json=body) as response:
+            assert response.status == 503
+            assert response.headers["retry-after"] == "1"
+        async with r.http.get(r.url + "/v1/models") as response:
+            assert response.status == 503
+        assert all(engine.outstanding == 0 for engine in r.router.pool.engines)
+
+
+async def test_params_are_dropped_there_too_case_33() -> None:
+    async with rig() as r:
+        body: dict[str, Any] = {"model": "fake", "prompt": "kv_transfer_params"}
+        sent = body | {"kv_transfer_params": {"a": 1}}
+        async with r.http.post(r.url + "/tokenize", json=sent) as response:
+            assert response.status == 200
+        raw = next(engine.passed[0][1] for engine in (r.p, r.d) if engine.passed)
+        assert json.loads(raw) == body
+
+
+async def test_version_is_the_engines_and_the_routers() -> None:
+    async with rig() as r, r.http.get(r.url + "/version") as response:
+        answer = await response.json()
+        assert answer["version"] == "0.32.0-fake"
+        assert answer["kvplane"]
+
+
+@pytest.mark.parametrize("path", ["/sleep", "/reset_prefix_cache", "/v1/load_lora_adapter", "/pause"])
+async def test_what_changes_an_engine_is_not_reachable(path: str) -> None:
+    async with rig() as r, r.http.post(r.url + path, json={}) as response:
+        assert response.status == 404
+
+
+async def test_a_stored_response_is_read_where_it_is() -> None:
+    async with rig(prefill=0, decode=3) as r:
+        holder = r.decode[1]
+        ours, own = new_response_id(holder.url, ""), "resp_of_the_clients"
+        stored = {"id": ours, "output": [], "kv_transfer_params": {"remote_host": "10.0.0.1"}}
+        holder.stored = {ours: stored, own: {**stored, "id": own}}
+        for response_id in (ours, own):
+            async with r.http.get(f"{r.url}/v1/responses/{response_id}") as response:
+                assert await response.json() == {"id": response_id, "output": []}
+        async with r.http.get(f"{r.url}/v1/responses/{new_response_id('http://gone', '')}") as response:
+            assert response.status == 404
+            assert "not found" in (await response.json())["error"]["message"]
