@@ -13,6 +13,7 @@ import pytest
 from kvplane.client.model import ConversationKey, EngineRole
 from kvplane.router import openai
 from kvplane.router.choice import PrefillChoice
+from kvplane.router.explain import Trail
 from kvplane.router.learned import Memory, RateBook
 from kvplane.router.messages import Messages
 from kvplane.router.policy import Holder, Path, Rates, Thresholds, TurnFacts, decide, estimate_costs
@@ -87,7 +88,7 @@ def _pool(count: int, session: aiohttp.ClientSession) -> EnginePool:
 
 
 def _turn(tokens: int) -> Turn:
-    turn = Turn(None, Messages(), "r", 0.0)  # type: ignore[arg-type]  # no request is read here
+    turn = Turn(None, Messages(), "r", 0.0, Trail("r", "/", lambda: 0.0))  # type: ignore[arg-type]  # no request is read here
     turn.key, turn.prompt_tokens = KEY, tokens
     return turn
 

@@ -22,7 +22,14 @@ from pydantic_settings import (
 
 ENV_PREFIX = "KVPLANE_"
 _ENV_OF_OTHERS = frozenset(
-    {"KVPLANE_ADDRESS", "KVPLANE_CONFIG", "KVPLANE_ENDPOINT", "KVPLANE_ETCD", "KVPLANE_VLLM_VENV"}
+    {
+        "KVPLANE_ADDRESS",
+        "KVPLANE_CONFIG",
+        "KVPLANE_ENDPOINT",
+        "KVPLANE_ETCD",
+        "KVPLANE_ROUTER",
+        "KVPLANE_VLLM_VENV",
+    }
 )
 """Variables of the connector and of the demo's rig."""
 
@@ -111,6 +118,12 @@ class Config(BaseSettings):
     )
     slow_start: float = Field(
         10.0, ge=0, description="Seconds over which an engine that is back gets its full share again."
+    )
+    explained_turns: int = Field(
+        2000, ge=0, description="Requests whose decisions the router keeps for kvplane explain."
+    )
+    debug_remote: bool = Field(
+        False, description="Let others than loopback read them, at /debug/turns/REQUEST_ID."
     )
     location_ttl: float = Field(
         480.0, gt=0, description="Longest life of a location in seconds, whatever was announced."

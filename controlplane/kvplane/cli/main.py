@@ -12,6 +12,7 @@ from kvplane.cli import options as o
 from kvplane.cli import run
 from kvplane.cli.bench import bench_app
 from kvplane.cli.config import Config, ConfigError, load_config
+from kvplane.cli.explain import explain
 from kvplane.cli.logs import configure_logs
 from kvplane.cli.store import store_app
 from kvplane.store.url import without_password
@@ -27,6 +28,7 @@ config_app = typer.Typer(help="Look at the configuration.", no_args_is_help=True
 app.add_typer(config_app, name="config")
 app.add_typer(store_app, name="store")
 app.add_typer(bench_app, name="bench")
+app.command()(explain)
 
 
 def _version(show: bool) -> None:
@@ -101,6 +103,8 @@ def route(
     eject_after: o.EjectAfter = None,
     ejection_time: o.EjectionTime = None,
     slow_start: o.SlowStart = None,
+    explained_turns: o.ExplainedTurns = None,
+    debug_remote: o.DebugRemote = None,
     drain_timeout: o.DrainTimeout = None,
     log_level: o.LogLevel = None,
     log_format: o.LogFormat = None,
@@ -135,6 +139,8 @@ def up(
     eject_after: o.EjectAfter = None,
     ejection_time: o.EjectionTime = None,
     slow_start: o.SlowStart = None,
+    explained_turns: o.ExplainedTurns = None,
+    debug_remote: o.DebugRemote = None,
     location_ttl: o.LocationTtl = None,
     min_remaining: o.MinRemaining = None,
     claim_timeout: o.ClaimTimeout = None,

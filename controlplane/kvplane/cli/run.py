@@ -121,6 +121,8 @@ async def _router(config: Config, plane_address: str | None) -> AsyncIterator[in
         turn_wait_s=config.turn_wait,
         tool_ttl_s=config.tool_ttl,
         request_timeout_s=config.request_timeout,
+        explained_turns=config.explained_turns,
+        debug_remote=config.debug_remote,
         admission=AdmissionLimits(
             max_requests=config.max_requests,
             max_engine_requests=config.max_engine_requests,

@@ -17,11 +17,12 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from kvplane.client.client import ControlPlaneClient
 from kvplane.client.turns import TurnsStream
-from kvplane.router import conversations, openai
+from kvplane.router import conversations, explain, openai
 from kvplane.router.admission import Admission
 from kvplane.router.api import Api
 from kvplane.router.chat import ChatCompletions, Completions
 from kvplane.router.conversations import Conversations
+from kvplane.router.explain import Explanations
 from kvplane.router.messages import Messages
 from kvplane.router.metrics import RouterMetrics
 from kvplane.router.passing import PASSED, Passing
@@ -76,6 +77,7 @@ class RouterServer:
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
         self._admission: Admission
+        self._explanations: Explanations
         self._pool: EnginePool
         self._turns: TurnServer
         self._conversations: Conversations
@@ -115,6 +117,7 @@ class RouterServer:
             # A chunk of a stream is never larger than this before it is passed on.
             read_bufsize=1 << 18,
         )
+        self._explanations = Explanations(settings.explained_turns, monotonic, remote=settings.debug_remote)
         self._admission = Admission(settings.admission, monotonic)
         self._pool = EnginePool(
             session,
@@ -176,6 +179,7 @@ class RouterServer:
             app.router.add_post(path, self._generate)
         self._conversations.add_to(app.router)
         self._passing.add_to(app.router)
+        self._explanations.add_to(app.router)
         app.router.add_get("/health", self._health)
         app.router.add_get("/ready", self._ready)
         app.router.add_get("/metrics", self._metrics)
@@ -227,7 +231,9 @@ class RouterServer:
     # Routes
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        turn = Turn(request, APIS[request.path], _request_id(request), asyncio.get_running_loop().time())
+        request_id = _request_id(request)
+        trail = self._explanations.begin(request_id, request.path)
+        turn = Turn(request, APIS[request.path], request_id, asyncio.get_running_loop().time(), trail)
         return await self._turns.serve(turn)
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
@@ -278,7 +284,7 @@ class RouterServer:
 
     async def _unknown(self, request: web.Request) -> web.StreamResponse:
         known = request.path in (*APIS, *PASSED, "/v1/models", "/version", "/health", "/ready", "/metrics")
-        if known or conversations.is_path(request.path):
+        if known or conversations.is_path(request.path) or explain.is_path(request.path):
             return _error(f"{request.method} is not allowed on {request.path}.", 405)
         return _error(f"There is no {request.path} here.", 404, {"x-request-id": _request_id(request)})
 

@@ -18,6 +18,7 @@ from kvplane.router.admission import Admission, OverloadedError
 from kvplane.router.choice import PrefillChoice
 from kvplane.router.deadline import deadline
 from kvplane.router.learned import Memory, RateBook
+from kvplane.router.lessons import Lessons
 from kvplane.router.metrics import RouterMetrics
 from kvplane.router.plane import Plane
 from kvplane.router.policy import Path
@@ -75,6 +76,7 @@ class TurnServer:
         self._monotonic = monotonic
         self._memory = Memory()
         self._rates = RateBook()
+        self._lessons = Lessons(self._memory, self._rates)
         self._prefills = PrefillChoice(pool, self._memory, self._rates)
         self._planner = TurnPlanner(
             settings,
@@ -103,6 +105,7 @@ class TurnServer:
                 raise
             return self._error(turn, f"The router failed; its log has request {turn.request_id}.", 500)
         finally:
+            turn.trail.ended(turn, int(status))
             self._metrics.requests.labels(turn.path, turn.reason or "none", f"{status[0]}xx").inc()
             decision = turn.decision
             log.info(
@@ -179,7 +182,8 @@ class TurnServer:
                 return self._error(turn, "No decode engine can be reached.", 503)
             turn.decoder = engine
             try:
-                return await self._decode(turn, engine)
+                with turn.trail.attempt("decode", engine):
+                    return await self._decode(turn, engine)
             except NeverSentError as error:
                 log.warning("decode_unreachable", engine=engine.url, problem=error.problem)
                 self._metrics.retries.labels("decode").inc()
@@ -296,10 +300,11 @@ class TurnServer:
         work = self._prefills.work(turn, engine)
         engine.ahead_tokens += work
         try:
-            prefilled = await self._upstream.prefill(engine, turn.api, body, turn.headers)
+            with turn.trail.attempt("prefill", engine):
+                prefilled = await self._upstream.prefill(engine, turn.api, body, turn.headers)
         finally:
             engine.ahead_tokens -= work
-        self._learn(turn, prefilled, ahead, before)
+        self._lessons.prefilled(turn, prefilled, ahead, before)
         if prefilled.params is None:
             self._metrics.no_prefill_params.inc()
         self._metrics.prefill.labels(turn.path).observe(prefilled.seconds)
@@ -308,24 +313,6 @@ class TurnServer:
             turn.reason = outcome if outcome in _PULL_OUTCOMES else "pulled"
             turn.reused_tokens = prefilled.count("reused_tokens") if prefilled.envelope else None
         return prefilled
-
-    def _learn(self, turn: Turn, prefilled: Prefilled, ahead: int, computed_before: int) -> None:
-        """Learn from a prefill leg: what was `ahead` of it in its queue, and its last prompt's tokens."""
-        tokens, url = prefilled.prompt_tokens, prefilled.engine.url
-        if prefilled.envelope:
-            self._rates.hit(url, computed_before, prefilled.count("local_tokens"))
-        elif turn.path is Path.COLD and prefilled.cached_tokens is not None:
-            self._rates.hit(url, computed_before, prefilled.cached_tokens)
-        if turn.key is not None:
-            self._memory.remember(turn.key, turn.text, tokens, url)
-        if tokens is None:
-            return
-        pulled = prefilled.count("reused_tokens")
-        computed = tokens - pulled - prefilled.count("local_tokens")
-        if turn.path is Path.COLD:
-            self._rates.computed(url, computed + ahead, prefilled.seconds)
-        elif turn.holder is not None:
-            self._rates.pulled(turn.holder.url, url, pulled, computed + ahead, prefilled.seconds)
 
     def _decode_params(self, turn: Turn, engine: Engine) -> dict[str, Any] | None:
         params: dict[str, Any] | None = None
@@ -367,9 +354,10 @@ class TurnServer:
                 response, first = await self._upstream.open(engine, turn.api, body, headers)
             finally:
                 engine.ahead_tokens -= work
+            turn.trail.first_byte()
             try:
                 if response.content_type == "text/event-stream":
-                    self._learn_first_byte(turn, engine, ahead, self._monotonic() - sent)
+                    self._lessons.began(turn, engine, ahead, self._monotonic() - sent)
                     return await self._relay(turn, engine, response, first)
                 return await self._whole(turn, engine, response, first)
             finally:
@@ -416,16 +404,6 @@ class TurnServer:
         await out.write_eof()
         return out
 
-    def _learn_first_byte(self, turn: Turn, engine: Engine, ahead: int, seconds: float) -> None:
-        """Learn from the time between sending a decode leg and its first byte."""
-        prefilled = turn.prefilled
-        if turn.path is Path.DIRECT and turn.decision is not None:
-            self._rates.computed(engine.url, turn.decision.new_tokens + ahead, seconds)
-        elif prefilled is not None and prefilled.params is not None and not ahead:
-            held = turn.location.token_count if turn.location is not None and engine is turn.holder else 0
-            tokens = (prefilled.prompt_tokens or 0) - held
-            self._rates.received(prefilled.engine.url, engine.url, tokens, seconds)
-
     def _await_tools(self, turn: Turn) -> None:
         """The reply calls tools, so the conversation goes on when they have run: have it kept until then."""
         if self._plane is not None and turn.key is not None and turn.number:
@@ -433,6 +411,7 @@ class TurnServer:
 
     def _cut(self, turn: Turn, engine: Engine, problem: str) -> None:
         """End a stream that its engine broke off so that the client can tell: without its last chunk."""
+        turn.trail.cut(problem)
         log.error("stream_broken", engine=engine.url, request_id=turn.request_id, problem=problem)
         if turn.request.transport is not None:
             turn.request.transport.close()

@@ -90,6 +90,10 @@ class RouterSettings:
     """Longest a request may take in all; 0 sets no limit. Headers of the client's may shorten it."""
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     health: HealthLimits = field(default_factory=HealthLimits)
+    explained_turns: int = 2000
+    """Requests whose decisions are kept to be looked at; 0 keeps none."""
+    debug_remote: bool = False
+    """Whether others than loopback may look at them."""
     drain_timeout_s: float = 30.0
     poll_interval_s: float = 1.0
     probe_interval_s: float = 5.0
@@ -125,6 +129,6 @@ class RouterSettings:
         ):
             if getattr(self, name) <= 0:
                 raise SettingsError(f"{name}: must be above 0")
-        for name in ("turn_wait_s", "drain_timeout_s", "request_timeout_s"):
+        for name in ("turn_wait_s", "drain_timeout_s", "request_timeout_s", "explained_turns"):
             if getattr(self, name) < 0:
                 raise SettingsError(f"{name}: must be 0 or more")

@@ -11,6 +11,7 @@ from kvplane.client.model import ConversationKey, Location
 from kvplane.router import identity, openai
 from kvplane.router.api import Api
 from kvplane.router.choice import PrefillChoice
+from kvplane.router.explain import Trail
 from kvplane.router.learned import Memory, RateBook
 from kvplane.router.openai import Body
 from kvplane.router.plane import Plane
@@ -28,6 +29,7 @@ class Turn:
     api: Api
     request_id: str
     arrived: float
+    trail: Trail
     body: Body = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
     text: openai.PromptText = openai.NO_TEXT
@@ -75,6 +77,11 @@ class Turn:
             headers["x-kvplane-reason"] = self.reason
         if self.reused_tokens is not None:
             headers["x-kvplane-reused-tokens"] = str(self.reused_tokens)
+        if self.decision is not None:
+            headers["x-kvplane-expected-tokens"] = str(self.decision.reused_tokens)
+            headers["x-kvplane-new-tokens"] = str(self.decision.new_tokens)
+        if self.number:
+            headers["x-kvplane-turn"] = str(self.number)
         if self.prefilled is not None:
             headers["x-kvplane-prefill-ms"] = f"{self.prefilled.seconds * 1000:.1f}"
         return headers
@@ -153,6 +160,7 @@ class TurnPlanner:
             direct = turn.holder is not None and mode is not PathMode.COLD
             turn.path, turn.reason = Path.DIRECT if direct else Path.COLD, turn.decode_only
         turn.reused_tokens = 0 if turn.path is Path.COLD else None
+        turn.trail.decided(turn, facts, self._pool)
 
     async def _ask_plane(self, turn: Turn, key: ConversationKey) -> str:
         """Fill in what the control plane knows; returns why nothing is known."""
