@@ -33,6 +33,7 @@ class FakePlane:
         self.ended: list[m.ConversationKey] = []
         self.begun: dict[str, Any] = {}
         """What begin_turn answers besides: members of BegunTurn."""
+        self.turns_begun: Counter[m.ConversationKey] = Counter()
         self._last = 0
 
     async def _enter(self, call: str, timeout_s: float | None = None) -> None:
@@ -133,7 +134,8 @@ class FakePlane:
         turn = self._next()
         found = known if isinstance(known, m.Location) else None
         miss = known if isinstance(known, m.MissReason) else None
-        return replace(m.BegunTurn(turn, found, miss, key), **self.begun)
+        self.turns_begun[key] += 1
+        return replace(m.BegunTurn(turn, found, miss, key, self.turns_begun[key]), **self.begun)
 
     async def claim_location(
         self,

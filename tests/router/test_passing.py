@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from kvplane.client.model import EngineRole
-from kvplane.router.responses import new_response_id
+from kvplane.router.response_id import new_response_id
 from tests.fakes.core import EngineConfig
 from tests.router.rig import chat, rig
 

@@ -109,7 +109,7 @@ async def test_only_an_engine_that_verifies_is_told_to_pull() -> None:
 
 
 async def test_without_an_id_nothing_is_kept() -> None:
-    async with rig() as r:
+    async with rig(identity_sources=("conversation_id",)) as r:
         reply = await r.post(chat("hello", conversation=None))
         assert (reply.path, reply.reason, reply.reused) == ("cold", "no_conversation_id", "0")
         assert "kvplane" not in r.d.requests[0]["kv_transfer_params"]
@@ -150,6 +150,7 @@ async def test_envelope_tells_the_decode_engine_whose_turn_it_is() -> None:
             "adapter": "",
             "conversation_id": "c9",
             "endpoint": r.d.url,
+            "turn_index": 1,
         }
 
 

@@ -46,7 +46,7 @@ CHANGED = replace(HELD, history_changed=True)
 def test_the_first_source_that_is_there_counts(
     body: dict[str, Any], headers: dict[str, str], expected: str | None
 ) -> None:
-    assert conversation_id(body, headers) == expected
+    assert conversation_id(body, headers)[0] == expected
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_unusable_ids_name_their_source(body: dict[str, Any], headers: dict[str,
 @given(st.text())
 def test_an_id_is_taken_as_it_is_or_refused(text: str) -> None:
     try:
-        assert conversation_id({"conversation_id": text}, {}) == text
+        assert conversation_id({"conversation_id": text}, {}) == (text, "conversation_id")
         assert 0 < len(text.encode()) <= 256
     except IdentityError:
         assert not text or len(text.encode("utf-8", "surrogatepass")) > 256

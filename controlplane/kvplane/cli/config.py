@@ -20,6 +20,8 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from kvplane.router.identity import SOURCES
+
 ENV_PREFIX = "KVPLANE_"
 _ENV_OF_OTHERS = frozenset(
     {
@@ -73,6 +75,11 @@ class Config(BaseSettings):
     )
     allow_path_header: bool = Field(
         True, description="Let a request force its path with the header x-kvplane-path."
+    )
+    identity: Annotated[tuple[str, ...], NoDecode] = Field(
+        SOURCES,
+        description="Where conversation ids come from, in this order: body fields (conversation_id,"
+        " conversation, prompt_cache_key, previous_response_id, session_id), header:NAME, automatic.",
     )
     tenant: str = Field("default", description="Tenant that all requests of this router belong to.")
     direct_max_new_tokens: int = Field(
@@ -151,7 +158,7 @@ class Config(BaseSettings):
         "auto", description="auto, console or json; auto is console on a terminal."
     )
 
-    @field_validator("prefill", "decode", mode="before")
+    @field_validator("prefill", "decode", "identity", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         if isinstance(value, str):

@@ -114,6 +114,7 @@ async def _router(config: Config, plane_address: str | None) -> AsyncIterator[in
         path=PathMode(config.path),
         allow_path_header=config.allow_path_header,
         tenant_id=config.tenant,
+        identity_sources=config.identity,
         thresholds=Thresholds(
             direct_max_new_tokens=config.direct_max_new_tokens,
             kv_recompute_threshold=config.recompute_threshold,

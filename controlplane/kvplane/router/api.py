@@ -60,6 +60,14 @@ class Api(ABC):
             leg["kv_transfer_params"] = dict(params)
         return leg
 
+    def name_answer(self, leg: Body, engine_url: str, root: str) -> None:
+        """Set the id of the answer in a decode leg's body, where it says where and of what the answer is."""
+        return
+
+    def names_engine(self, body: Body) -> str | None:
+        """Return the tag of the only engine that can serve a request, None if any can."""
+        return None
+
     @abstractmethod
     def decode_only_reason(self, body: Body) -> str | None:
         """Return why a request cannot be split between engines, None if it can."""

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-MAX_ID_BYTES = 256
+from kvplane.router.history import Trace
+from kvplane.router.response_id import read_response_id
 
-BODY_FIELDS = ("conversation_id", "conversation", "prompt_cache_key", "session_id")
-"""In the order in which they are asked; null counts as absent."""
-OWN_FIELDS = frozenset({"conversation_id"})
-"""Body fields that engines do not know; taken off before a request goes on."""
-HEADERS = ("X-Conversation-ID", "X-Session-ID", "x-claude-code-session-id", "session-id", "session_id")
-"""Asked after the body, in this order."""
+MAX_ID_BYTES = 256
+_TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
+
+BODY_FIELDS = ("conversation_id", "conversation", "prompt_cache_key", "previous_response_id", "session_id")
+"""Sources in the body; null counts as absent."""
+AUTOMATIC = "automatic"
+"""The source that is the history itself: see `history`."""
+_HEADER = "header:"
+SOURCES = (
+    *BODY_FIELDS,
+    "header:X-Conversation-ID",
+    "header:X-Session-ID",
+    "header:x-claude-code-session-id",
+    "header:session-id",
+    "header:session_id",
+    AUTOMATIC,
+)
+"""The sources in the order in which they are asked, unless others are set."""
 
 
 class IdentityError(ValueError):
@@ -50,23 +64,47 @@ def _checked(field: str, value: object) -> str:
     )
 
 
-def conversation_id(body: Mapping[str, Any], headers: Mapping[str, str]) -> str | None:
-    """Return the conversation a request names, None if it names none.
+def checked_sources(sources: Sequence[str]) -> tuple[str, ...]:
+    """Return sources as they are to be asked. Raises ValueError that names the one that is none."""
+    for source in sources:
+        header = source.removeprefix(_HEADER) if source.startswith(_HEADER) else None
+        if source not in (*BODY_FIELDS, AUTOMATIC) and not (header and _TOKEN.fullmatch(header)):
+            known = ", ".join((*BODY_FIELDS, "header:NAME", AUTOMATIC))
+            raise ValueError(f"{source}: no source of conversation ids; there are {known}")
+        if sources.count(source) > 1:
+            raise ValueError(f"{source}: named twice")
+    return tuple(sources)
 
+
+def conversation_id(
+    body: Mapping[str, Any], headers: Mapping[str, str], sources: Sequence[str] = SOURCES
+) -> tuple[str | None, str]:
+    """Return the conversation a request names and the source that said it.
+
+    The id is None if nobody names one; the source then is "automatic" if that may find out, else "".
     Raises IdentityError if the first source that is present holds anything but a usable id.
     """
-    for field in BODY_FIELDS:
-        value = body.get(field)
+    for source in sources:
+        if source == AUTOMATIC:
+            return None, AUTOMATIC
+        if source.startswith(_HEADER):
+            header = source[len(_HEADER) :]
+            value = headers.get(header)
+            if value is not None:
+                return _checked(f"header {header}", value), source
+            continue
+        value = body.get(source)
         if value is None:
             continue
-        if field == "conversation" and isinstance(value, dict):
-            return _checked("conversation.id", value.get("id"))
-        return _checked(field, value)
-    for header in HEADERS:
-        value = headers.get(header)
-        if value is not None:
-            return _checked(f"header {header}", value)
-    return None
+        if source == "conversation" and isinstance(value, dict):
+            return _checked("conversation.id", value.get("id")), source
+        if source == "previous_response_id":
+            known = read_response_id(_checked(source, value))
+            if known is None:
+                continue  # Not an id of ours, and so of no conversation that could be told by it.
+            return Trace.at(known.root, 0), source
+        return _checked(source, value), source
+    return None, ""
 
 
 def tenant_of(headers: Mapping[str, str], configured: str) -> str:

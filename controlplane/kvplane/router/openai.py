@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvplane.router.identity import OWN_FIELDS
-
 Body = dict[str, Any]
+
+OWN_FIELDS = frozenset({"conversation_id"})
+"""Body fields that engines do not know; taken off before a request goes on."""
 
 DIRECT_PARAMS: Mapping[str, Any] = {"do_remote_prefill": False, "do_remote_decode": False}
 """Tells a decode engine to compute the prompt itself."""

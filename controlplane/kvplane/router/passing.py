@@ -22,7 +22,8 @@ from kvplane.router.messages import messages_error
 from kvplane.router.openai import BETWEEN_ENGINES, Body, dump, error_body
 from kvplane.router.pool import Engine, EnginePool
 from kvplane.router.replies import StreamGuard, scrub
-from kvplane.router.responses import Responses, engine_tag, read_response_id
+from kvplane.router.response_id import engine_tag, read_response_id
+from kvplane.router.responses import Responses
 from kvplane.router.settings import RouterSettings
 from kvplane.router.upstream import client_headers, engine_headers
 

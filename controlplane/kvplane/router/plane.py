@@ -116,14 +116,13 @@ class Plane:
         """False while the breaker is open."""
         return not self._open
 
-    async def begin_turn(self, key: ConversationKey) -> BegunTurn | None:
-        """Number a turn and learn what is known."""
+    async def begin_turn(self, key: ConversationKey, *, wait_s: float | None = None) -> BegunTurn | None:
+        """Number a turn and learn what is known, after a wait for one in flight."""
         call = self._turns.begin_turn
+        wait = self._wait_s if wait_s is None else wait_s
         return await self._ask(
             "begin_turn",
-            lambda: call(
-                key, uuid.uuid4().hex, wait_s=self._wait_s, timeout_s=self._timeout_s + self._wait_s
-            ),
+            lambda: call(key, uuid.uuid4().hex, wait_s=wait, timeout_s=self._timeout_s + wait),
         )
 
     async def lookup(self, key: ConversationKey) -> Location | MissReason | None:

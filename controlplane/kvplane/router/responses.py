@@ -1,57 +1,18 @@
-"""The Responses API, as vLLM serves it.
-
-A response that goes on from a stored one (`previous_response_id`) can only be made where that is stored, and
-the router keeps nothing: so the ids that it has engines give to responses say where each is and of which
-conversation it is part. `resp_` + random number + tag of the engine + root, 32, 8 and 32 hexadecimal digits.
-"""
+"""The Responses API, as vLLM serves it."""
 
 from __future__ import annotations
 
-import re
-import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
 
 from kvplane.router.api import BROKE, Api, Said, count, ends_with_tools, messages_text, objects
 from kvplane.router.chat import set_details
 from kvplane.router.openai import Body, PromptText
+from kvplane.router.response_id import new_response_id, read_response_id
 
 _OWN_TOOLS = ("function", "custom", "namespace")
 """Tools that the client runs; an engine that runs tools itself computes several prompts per request."""
-_ID = re.compile(r"resp_[0-9a-f]{32}([0-9a-f]{8})([0-9a-f]{32})")
 _FIRST_EVENTS = (b"event: response.created", b"event: response.in_progress")
 _FAILED = (b"event: error", b"event: response.failed")
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseId:
-    """What an id of ours says."""
-
-    engine_tag: str
-    root: str
-
-
-def read_response_id(value: object) -> ResponseId | None:
-    """Return what a response's id says, None if it is none of ours."""
-    found = _ID.fullmatch(value) if isinstance(value, str) else None
-    return None if found is None else ResponseId(found[1], found[2])
-
-
-def new_response_id(engine_url: str, root: str) -> str:
-    """Return an id for a response that an engine is about to make."""
-    own = uuid.uuid4().hex
-    return f"resp_{own}{engine_tag(engine_url)}{root or own}"
-
-
-def new_root() -> str:
-    """Return a root for a conversation that begins."""
-    return uuid.uuid4().hex
-
-
-def engine_tag(url: str) -> str:
-    """Return by what an engine is named in ids."""
-    return blake2b(url.encode(), digest_size=4).hexdigest()
 
 
 class Responses(Api):
@@ -61,6 +22,16 @@ class Responses(Api):
     limits = ("max_output_tokens",)
     # A prefill engine that stored its leg under the response's id would show it for the response.
     not_for_prefill = ("background", "store", "min_tokens", "request_id")
+
+    def name_answer(self, leg: Body, engine_url: str, root: str) -> None:
+        """See Api. An id that the client has chosen stays."""
+        if leg.get("request_id") is None:
+            leg["request_id"] = new_response_id(engine_url, root)
+
+    def names_engine(self, body: Body) -> str | None:
+        """See Api."""
+        known = read_response_id(body.get("previous_response_id"))
+        return None if known is None else known.engine_tag
 
     def decode_only_reason(self, body: Body) -> str | None:
         """See Api."""

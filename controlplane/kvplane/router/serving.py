@@ -24,6 +24,7 @@ from kvplane.router.plane import Plane
 from kvplane.router.policy import Path
 from kvplane.router.pool import Engine, EnginePool
 from kvplane.router.replies import StreamGuard, ToolCallScan, scrub
+from kvplane.router.response_id import read_response_id
 from kvplane.router.settings import RouterSettings
 from kvplane.router.turn import Turn, TurnPlanner
 from kvplane.router.upstream import (
@@ -111,6 +112,7 @@ class TurnServer:
             log.info(
                 "turn_served",
                 request_id=turn.request_id,
+                identity=turn.identity,
                 conversation=hashed(turn.key.tenant_id, turn.key.conversation_id) if turn.key else None,
                 path=str(turn.path),
                 reason=turn.reason,
@@ -205,7 +207,9 @@ class TurnServer:
                 await self._prefill(turn)
 
     async def _decoder(self, turn: Turn, tried: set[Engine]) -> Engine | None:
-        holder = turn.holder
+        holder, only = turn.holder, turn.only_engine
+        if only is not None:
+            return None if only in tried else await self._admission.place(only.url, lambda: only)
         if turn.path is Path.DIRECT and holder is not None and holder not in tried:
             return await self._admission.place(holder.url, lambda: holder)
         return await self._admission.place(
@@ -268,7 +272,7 @@ class TurnServer:
     async def _claim(self, turn: Turn, engine: Engine) -> Claim | None:
         if self._plane is None or turn.key is None or turn.location is None:
             return None
-        answer = await self._plane.claim(turn.key, turn.location, self._pool.engine_id(engine))
+        answer = await self._plane.claim(turn.location.key, turn.location, self._pool.engine_id(engine))
         if isinstance(answer, Claim):
             return answer
         if answer is None:
@@ -318,7 +322,7 @@ class TurnServer:
         params: dict[str, Any] | None = None
         if turn.prefilled is not None and turn.prefilled.params is not None:
             params = dict(turn.prefilled.params)
-        if turn.key is None or not turn.number or turn.decode_only is not None:
+        if turn.key is None or not turn.number or turn.leaves_nothing:
             return params
         params = params if params is not None else dict(openai.DIRECT_PARAMS)
         learned = {
@@ -338,7 +342,9 @@ class TurnServer:
         return params
 
     async def _decode(self, turn: Turn, engine: Engine) -> web.StreamResponse:
-        body = openai.dump(turn.api.decode_body(turn.body, self._decode_params(turn, engine)))
+        leg = turn.api.decode_body(turn.body, self._decode_params(turn, engine))
+        turn.api.name_answer(leg, engine.url, _root(turn))
+        body = openai.dump(leg)
         headers = turn.headers
         if turn.path is Path.DIRECT and turn.location is not None:
             rank = turn.location.data_parallel_rank
@@ -489,3 +495,11 @@ class TurnServer:
         said = f" (it answered {error.status})" if error.status else ""
         message = f"The decode engine failed{said}; the router's log has request {turn.request_id}."
         return self._error(turn, message, 502)
+
+
+def _root(turn: Turn) -> str:
+    """Return what an id of the answer says of its conversation: what the one before said, or its trace."""
+    earlier = read_response_id(turn.body.get("previous_response_id"))
+    if earlier is not None:
+        return earlier.root
+    return turn.trace.own if turn.trace is not None else ""

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from kvplane.client.address import checked_address
 from kvplane.router.admission import AdmissionLimits
 from kvplane.router.health import HealthLimits
+from kvplane.router.identity import SOURCES, checked_sources
 from kvplane.router.policy import PathMode, Thresholds
 
 _LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
@@ -74,6 +75,8 @@ class RouterSettings:
     allow_path_header: bool = True
     """Whether a request may force its path with the header x-kvplane-path."""
     tenant_id: str = "default"
+    identity_sources: tuple[str, ...] = SOURCES
+    """Where conversation ids are looked for, in this order: body fields, "header:NAME", "automatic"."""
     thresholds: Thresholds = field(default_factory=Thresholds)
     plane_timeout_s: float = 0.25
     turn_wait_s: float = 0.05
@@ -112,6 +115,10 @@ class RouterSettings:
                 checked_address(self.plane_address)
             except ValueError as error:
                 raise SettingsError(f"--plane: {error}") from None
+        try:
+            object.__setattr__(self, "identity_sources", checked_sources(self.identity_sources))
+        except ValueError as error:
+            raise SettingsError(f"--identity {error}") from None
         if not 0 <= self.port <= 65535:
             raise SettingsError(f"--port {self.port}: must be 0 to 65535")
         if not 0 < len(self.tenant_id.encode("utf-8", "replace")) <= 256:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from aiohttp import web
 
-from kvplane.client.model import ConversationKey, Location
-from kvplane.router import identity, openai
+from kvplane.client.model import BegunTurn, ConversationKey, Location
+from kvplane.router import automatic, identity, openai
 from kvplane.router.api import Api
 from kvplane.router.choice import PrefillChoice
 from kvplane.router.explain import Trail
+from kvplane.router.history import Trace, trace
 from kvplane.router.learned import Memory, RateBook
 from kvplane.router.openai import Body
 from kvplane.router.plane import Plane
 from kvplane.router.policy import Decision, Holder, Path, PathMode, TurnFacts, decide
 from kvplane.router.pool import Engine, EnginePool
+from kvplane.router.response_id import engine_tag
 from kvplane.router.settings import RouterSettings
 from kvplane.router.upstream import Prefilled, engine_headers
 
@@ -34,6 +36,15 @@ class Turn:
     headers: dict[str, str] = field(default_factory=dict)
     text: openai.PromptText = openai.NO_TEXT
     key: ConversationKey | None = None
+    """Of which conversation the turn is, and under which it is announced."""
+    identity: str = ""
+    """The source of that; "" if there is none."""
+    trace: Trace | None = None
+    """What the history says of it, where that is the source."""
+    borrowed: bool = False
+    """The location is another's who said the same: to be used where it is, not to be taken away."""
+    only_engine: Engine | None = None
+    """The decode engine that has what the request goes on with."""
     number: int = 0
     """From the control plane; 0 without one, and then the decode engine keeps nothing."""
     turn_index: int = 0
@@ -62,6 +73,11 @@ class Turn:
     """Ends the request when its time is over."""
     whole_s: float | None = None
     """Seconds from its arrival that it may take in all; None without a limit."""
+
+    @property
+    def leaves_nothing(self) -> bool:
+        """Whether the request leaves no KV that could be used again."""
+        return self.decode_only not in (None, "stored_response")
 
     @property
     def model(self) -> str:
@@ -128,8 +144,13 @@ class TurnPlanner:
                 raise openai.BadRequestError(
                     "header x-kvplane-path must be auto, cold, pull or direct", "x-kvplane-path"
                 ) from None
-        conversation = identity.conversation_id(body, request.headers)
+        sources = self._settings.identity_sources
+        conversation, turn.identity = identity.conversation_id(body, request.headers, sources)
+        if turn.identity == identity.AUTOMATIC:
+            turn.trace = trace(turn.api.history(body), body, request.headers)
+            conversation = Trace.at(turn.trace.own, 0) if turn.trace is not None else None
         turn.decode_only = turn.api.decode_only_reason(body)
+        turn.only_engine = self._only_engine(turn)
         if conversation is None:
             turn.reason = "no_conversation_id"
         elif (model := self._model(turn)) is None:
@@ -138,6 +159,12 @@ class TurnPlanner:
             tenant = identity.tenant_of(request.headers, self._settings.tenant_id)
             turn.key = ConversationKey(tenant, model, conversation)
         return mode
+
+    def _only_engine(self, turn: Turn) -> Engine | None:
+        tag = turn.api.names_engine(turn.body)
+        if tag is None:
+            return None
+        return next((e for e in self._pool.engines if e.decode and engine_tag(e.url) == tag), None)
 
     def _model(self, turn: Turn) -> str | None:
         """Return the model that names the conversation; that of the engines where the client names none."""
@@ -150,15 +177,21 @@ class TurnPlanner:
         miss = turn.reason
         if turn.key is not None:
             turn.text = turn.api.prompt_text(turn.body)
-            turn.prompt_tokens = self._memory.estimate(turn.key, turn.text)
-            turn.history_changed = self._memory.history_changed(turn.key, turn.text)
+            known = turn.key
+            if turn.trace is not None and turn.trace.before is not None:
+                known = replace(known, conversation_id=Trace.at(turn.trace.before, 0))
+            turn.prompt_tokens = self._memory.estimate(known, turn.text)
+            turn.history_changed = self._memory.history_changed(known, turn.text)
             miss = await self._ask_plane(turn, turn.key)
         facts = self._facts(turn, mode, miss)
         turn.decision = decision = decide(facts, self._settings.thresholds)
         turn.path, turn.reason = decision.path, decision.reason
         if turn.decode_only is not None:
             direct = turn.holder is not None and mode is not PathMode.COLD
+            direct = direct and turn.only_engine in (None, turn.holder)
             turn.path, turn.reason = Path.DIRECT if direct else Path.COLD, turn.decode_only
+        elif turn.borrowed and turn.path is Path.PULL:
+            turn.path, turn.reason = Path.COLD, "same_prompt"
         turn.reused_tokens = 0 if turn.path is Path.COLD else None
         turn.trail.decided(turn, facts, self._pool)
 
@@ -166,15 +199,18 @@ class TurnPlanner:
         """Fill in what the control plane knows; returns why nothing is known."""
         if self._plane is None:
             return "no_control_plane"
-        if turn.decode_only is not None:
-            # Such a turn leaves nothing behind, so it gets no number that others would wait for.
-            answer = await self._plane.lookup(key)
+        if turn.leaves_nothing:
+            # So it gets no number that others would wait for.
+            if turn.trace is not None:
+                answer = await automatic.look_up(self._plane, key, turn.trace)
+            else:
+                answer = await self._plane.lookup(key)
             if answer is None:
                 return "plane_unavailable"
             turn.location = answer if isinstance(answer, Location) else None
             miss = "" if isinstance(answer, Location) else str(answer)
         else:
-            begun = await self._plane.begin_turn(key)
+            begun = await self._begin(self._plane, turn, key)
             if begun is None:
                 return "plane_unavailable"
             turn.number, turn.location = begun.turn, begun.location
@@ -185,6 +221,15 @@ class TurnPlanner:
             if holder is not None and holder.up and not holder.draining and not self._pool.ejected(holder):
                 turn.holder = holder
         return miss or "unknown_conversation"
+
+    async def _begin(self, plane: Plane, turn: Turn, key: ConversationKey) -> BegunTurn | None:
+        if turn.trace is None:
+            return await plane.begin_turn(key)
+        found = await automatic.begin(plane, key, turn.trace, self._settings.turn_wait_s)
+        if found is None:
+            return None
+        turn.key, turn.borrowed = found.begun.key, found.borrowed
+        return found.begun
 
     def _facts(self, turn: Turn, mode: PathMode, miss: str) -> TurnFacts:
         if turn.key is None:

@@ -1,0 +1,107 @@
+"""Turns of conversations that their clients do not name: see `history`."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from kvplane.client.model import BegunTurn, ConversationKey, Location, MissReason
+from kvplane.router.history import PLACES, Trace
+from kvplane.router.plane import Plane
+
+_LOOKS = 5
+"""Times that a turn which is still in flight is looked for, within the wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AutomaticTurn:
+    """A turn that has begun. `begun.key` is under which it is to be announced."""
+
+    begun: BegunTurn
+    before: ConversationKey | None
+    """Where the turn before was found, or should have been."""
+    borrowed: bool = False
+    """The location is another turn's of the same name: to be used where it is, not to be taken away."""
+
+
+async def begin(plane: Plane, key: ConversationKey, trace: Trace, wait_s: float) -> AutomaticTurn | None:
+    """Begin a turn and find the one before; `key` has tenant, model and adapter. None: plane unavailable.
+
+    One exchange with the control plane for a first turn, two at once for others; more where several turns
+    have the same name.
+    """
+    if trace.before is None or trace.before == trace.own:
+        return await _begin_own(plane, key, trace)
+    own, found = await asyncio.gather(
+        _begin_own(plane, key, trace), _begin_after(plane, key, trace.before, wait_s)
+    )
+    if own is None or found is None:
+        return None
+    if found.location is None and own.begun.location is not None:
+        # The turn is said again, and only its first answer is left.
+        return replace(own, before=own.begun.location.key)
+    learned = replace(found, turn=own.begun.turn, key=own.begun.key)
+    return AutomaticTurn(learned, found.key)
+
+
+async def look_up(plane: Plane, key: ConversationKey, trace: Trace) -> Location | MissReason | None:
+    """Find the turn before without beginning one."""
+    missed: MissReason | None = None
+    for place in range(PLACES):
+        answer = await plane.lookup(_at(key, trace.before or trace.own, place))
+        if answer is None or isinstance(answer, Location):
+            return answer
+        missed = missed or answer
+    return missed
+
+
+def _at(key: ConversationKey, name: str, place: int) -> ConversationKey:
+    return replace(key, conversation_id=Trace.at(name, place))
+
+
+async def _begin_own(plane: Plane, key: ConversationKey, trace: Trace) -> AutomaticTurn | None:
+    """Begin the turn at the first place that nobody has; what is at the others may be borrowed."""
+    borrowed: BegunTurn | None = None
+    place = 0
+    while True:
+        begun = await plane.begin_turn(_at(key, trace.own, place), wait_s=0.0)
+        if begun is None:
+            return None
+        if begun.location is not None and borrowed is None:
+            borrowed = begun
+        is_free = begun.location is None and begun.miss is not MissReason.TURN_IN_FLIGHT
+        place += 1
+        if is_free or place == PLACES:
+            break
+    if borrowed is None:
+        return AutomaticTurn(begun, None)
+    return AutomaticTurn(replace(begun, location=borrowed.location, miss=None), borrowed.key, borrowed=True)
+
+
+async def _begin_after(plane: Plane, key: ConversationKey, name: str, wait_s: float) -> BegunTurn | None:
+    """Find the turn before at one of its places; the first one's answer if there is nothing."""
+    first: BegunTurn | None = None
+    for place in range(PLACES):
+        begun = await plane.begin_turn(_at(key, name, place), wait_s=0.0)
+        if begun is None:
+            return None
+        if begun.miss is MissReason.TURN_IN_FLIGHT:
+            begun = await _when_announced(plane, begun, wait_s)
+        if begun.location is not None:
+            return begun
+        first = first or begun
+        if begun.turn_index <= 1:
+            break  # Nobody has ever begun a turn there, so nor at the next.
+    return first
+
+
+async def _when_announced(plane: Plane, begun: BegunTurn, wait_s: float) -> BegunTurn:
+    """Wait for a turn that is still in flight, or for another that came from it too, which nobody awaits."""
+    for _ in range(_LOOKS):
+        await asyncio.sleep(wait_s / _LOOKS)
+        answer = await plane.lookup(begun.key)
+        if isinstance(answer, Location):
+            return replace(begun, location=answer, miss=None)
+        if answer is not MissReason.TURN_IN_FLIGHT and answer is not MissReason.UNKNOWN_CONVERSATION:
+            break
+    return begun
