@@ -65,6 +65,30 @@ class Config(BaseSettings):
         (), description="Base URLs of prefill engines; in the environment separated by commas."
     )
     decode: Annotated[tuple[str, ...], NoDecode] = Field((), description="Base URLs of decode engines.")
+    prefill_dns: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="Base URLs with DNS names, such as http://NAME:PORT; each address is a prefill engine.",
+    )
+    decode_dns: Annotated[tuple[str, ...], NoDecode] = Field((), description="The same for decode engines.")
+    dns_interval: float = Field(5.0, gt=0, description="Seconds after which names are looked up again.")
+    kubernetes_prefill: str | None = Field(
+        None,
+        description="Label selector of the pods that are prefill engines, such as app=vllm,role=prefill.",
+    )
+    kubernetes_decode: str | None = Field(None, description="The same for decode engines.")
+    kubernetes_namespace: str | None = Field(
+        None, description="Their namespace; by default the router's own."
+    )
+    kubernetes_port: str = Field(
+        "8000", description="Their HTTP port: a number, or the name of a container's port."
+    )
+    kubernetes_api: str | None = Field(None, description="Base URL of the API server; in a pod it is known.")
+    kubernetes_token_file: str | None = Field(
+        None, description="File with the token for it; by default that of the pod's service account."
+    )
+    kubernetes_ca_file: str | None = Field(
+        None, description="File with its certificate authority; by default that of the pod."
+    )
     plane: str | None = Field(
         None,
         description="Control planes of a router that runs alone: HOST:PORT, IP:PORT,IP:PORT,..."
@@ -158,7 +182,7 @@ class Config(BaseSettings):
         "auto", description="auto, console or json; auto is console on a terminal."
     )
 
-    @field_validator("prefill", "decode", "identity", mode="before")
+    @field_validator("prefill", "decode", "prefill_dns", "decode_dns", "identity", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         if isinstance(value, str):
@@ -207,6 +231,14 @@ def _spelled(name: str, given: Mapping[str, Any], tables: Mapping[str, Any]) -> 
     return (
         f"{variable}={os.environ[variable]}" if variable in os.environ else f"{name} = {tables.get(name)!r}"
     )
+
+
+def kubernetes_api(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the base URL of the API server of the cluster this process runs in, None outside of one."""
+    host, port = environment.get("KUBERNETES_SERVICE_HOST"), environment.get("KUBERNETES_SERVICE_PORT", "443")
+    if not host:
+        return None
+    return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
 
 
 def _nearest(name: str, names: list[str]) -> str:

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import structlog
 import uvloop
 
-from kvplane.cli.config import Config
+from kvplane.cli.config import Config, kubernetes_api
 from kvplane.controlplane.collector import spare_the_old
 from kvplane.controlplane.model import Settings
 from kvplane.controlplane.schema import SchemaError
@@ -21,7 +21,7 @@ from kvplane.router.admission import AdmissionLimits
 from kvplane.router.app import RouterServer, RouterStartError
 from kvplane.router.health import HealthLimits
 from kvplane.router.policy import PathMode, Thresholds
-from kvplane.router.settings import RouterSettings, SettingsError
+from kvplane.router.settings import KubernetesSettings, RouterSettings, SettingsError
 from kvplane.store.clock import SystemClock
 from kvplane.store.url import StoreUrlError, open_store, without_password
 
@@ -101,6 +101,27 @@ async def _control_plane(config: Config) -> AsyncIterator[ControlPlaneServer]:
             await server.stop(min(5.0, config.drain_timeout))
 
 
+def _kubernetes(config: Config) -> KubernetesSettings | None:
+    """Return where pods that are engines are asked for, None if there are to be none."""
+    if not config.kubernetes_prefill and not config.kubernetes_decode:
+        return None
+    api_url = config.kubernetes_api or kubernetes_api()
+    if api_url is None:
+        raise StartError(
+            "--kubernetes-prefill, --kubernetes-decode: this is no pod; say where the API server is with"
+            " --kubernetes-api, --kubernetes-token-file, --kubernetes-ca-file and --kubernetes-namespace"
+        )
+    files = {"token_file": config.kubernetes_token_file, "ca_file": config.kubernetes_ca_file}
+    return KubernetesSettings(
+        api_url=api_url,
+        prefill_selector=config.kubernetes_prefill or "",
+        decode_selector=config.kubernetes_decode or "",
+        namespace=config.kubernetes_namespace or "",
+        port=config.kubernetes_port,
+        **{name: file for name, file in files.items() if file is not None},
+    )
+
+
 @asynccontextmanager
 async def _router(config: Config, plane_address: str | None) -> AsyncIterator[int]:
     """Run a router; gives its port."""
@@ -108,6 +129,10 @@ async def _router(config: Config, plane_address: str | None) -> AsyncIterator[in
     settings = RouterSettings(
         prefill_urls=config.prefill,
         decode_urls=config.decode,
+        prefill_dns=config.prefill_dns,
+        decode_dns=config.decode_dns,
+        dns_interval_s=config.dns_interval,
+        kubernetes=_kubernetes(config),
         plane_address=plane_address,
         host=config.host,
         port=config.port,

@@ -22,7 +22,9 @@ from kvplane.router.admission import Admission
 from kvplane.router.api import Api
 from kvplane.router.chat import ChatCompletions, Completions
 from kvplane.router.conversations import Conversations
+from kvplane.router.discovery import DnsSource
 from kvplane.router.explain import Explanations
+from kvplane.router.kubernetes import KubernetesSource
 from kvplane.router.messages import Messages
 from kvplane.router.metrics import RouterMetrics
 from kvplane.router.passing import PASSED, Passing
@@ -76,6 +78,7 @@ class RouterServer:
         self._session: aiohttp.ClientSession | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
+        self._kubernetes: KubernetesSource | None = None
         self._admission: Admission
         self._explanations: Explanations
         self._pool: EnginePool
@@ -151,6 +154,7 @@ class RouterServer:
             self._tasks.append(asyncio.create_task(self._plane.run(self._pool.merge), name="plane poll"))
         else:
             log.warning("no_control_plane", effect="nothing is reused", remedy="--plane HOST:PORT")
+        await self._discover()
         await self._pool.probe_all()
         self._tasks.append(asyncio.create_task(self._pool.run(), name="engine probes"))
         self._conversations = Conversations(settings, pool=self._pool, plane=self._plane)
@@ -171,6 +175,22 @@ class RouterServer:
         )
         await self._listen()
         return self.port
+
+    async def _discover(self) -> None:
+        """Look once for engines behind names and labels, and go on looking."""
+        settings, found = self.settings, self._pool.found
+        sources: list[DnsSource | KubernetesSource] = []
+        if settings.prefill_dns or settings.decode_dns:
+            interval_s = settings.dns_interval_s
+            sources.append(
+                DnsSource(settings.prefill_dns, settings.decode_dns, interval_s=interval_s, on_found=found)
+            )
+        if settings.kubernetes is not None:
+            self._kubernetes = kubernetes = KubernetesSource(settings.kubernetes, on_found=found)
+            sources.append(kubernetes)
+        for source in sources:
+            await source.poll()
+            self._tasks.append(asyncio.create_task(source.run(), name=type(source).__name__))
 
     async def _listen(self) -> None:
         settings = self.settings
@@ -215,6 +235,9 @@ class RouterServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
+        if self._kubernetes is not None:
+            await self._kubernetes.aclose()
+            self._kubernetes = None
         if self._plane is not None:
             await self._plane.aclose()
             self._plane = None

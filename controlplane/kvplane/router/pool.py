@@ -13,6 +13,7 @@ from yarl import URL
 
 from kvplane.client.model import Engine as RegisteredEngine
 from kvplane.client.model import EngineId, EngineRole, Location
+from kvplane.router.discovery import Found, Roles, merged
 from kvplane.router.health import Circuit, Health, HealthLimits
 from kvplane.router.settings import SettingsError, engine_url
 
@@ -31,6 +32,7 @@ class Engine:
     prefill: bool
     decode: bool
     static: bool
+    """Named by a flag, DNS or Kubernetes, and not only by the control plane's registry."""
     up: bool = True
     """False after a failed connection or probe, until a probe succeeds."""
     outstanding: int = 0
@@ -102,11 +104,16 @@ class EnginePool:
         self._probes: set[asyncio.Task[None]] = set()
         self._choices = 0
         self._warned: frozenset[str] = frozenset()
-        for url in prefill_urls:
-            self._add(url, prefill=True, decode=url in decode_urls, static=True)
-        for url in decode_urls:
-            if url not in self._engines:
-                self._add(url, prefill=False, decode=True, static=True)
+        self._found: dict[str, Found] = {}
+        self.found(
+            "flags",
+            merged(
+                [
+                    dict.fromkeys(prefill_urls, Roles(True, False)),
+                    dict.fromkeys(decode_urls, Roles(False, True)),
+                ]
+            ),
+        )
 
     def _add(self, url: str, *, prefill: bool, decode: bool, static: bool) -> Engine:
         engine = self._engines[url] = Engine(url, prefill, decode, static)
@@ -117,6 +124,25 @@ class EnginePool:
     def engines(self) -> tuple[Engine, ...]:
         """All engines."""
         return tuple(self._engines.values())
+
+    def found(self, source: str, engines: Found) -> None:
+        """Take over the engines that a source (flags, DNS, Kubernetes) names at present, with their roles.
+
+        Those it no longer names go, unless another source or the registry knows them. What runs on them
+        goes on.
+        """
+        self._found[source] = engines
+        named = merged(self._found.values())
+        for url, roles in named.items():
+            engine = self._engines.get(url) or self._add(url, prefill=False, decode=False, static=True)
+            engine.static, engine.prefill, engine.decode = True, roles.prefill, roles.decode
+        for engine in self.engines:
+            if engine.static and engine.url not in named:
+                engine.static = False
+                if not engine.engine_ids:
+                    del self._engines[engine.url]
+                    log.info("engine_left", engine=engine.url, source=source)
+        self._on_free()
 
     # What the control plane says
 

@@ -60,12 +60,56 @@ def _urls(values: tuple[str, ...], flag: str) -> tuple[str, ...]:
     return urls
 
 
+def _names(values: tuple[str, ...], flag: str) -> tuple[str, ...]:
+    urls = _urls(values, flag)
+    for url in urls:
+        if not url.startswith("http://"):
+            raise SettingsError(
+                f"{flag} {url}: an engine is called by its address, which no certificate names; use http"
+            )
+    return urls
+
+
+_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubernetesSettings:
+    """Which pods are engines, and where to ask for them. Raises SettingsError."""
+
+    api_url: str
+    """Base URL of the API server."""
+    prefill_selector: str = ""
+    """Label selector of the pods that are prefill engines, "" for none."""
+    decode_selector: str = ""
+    namespace: str = ""
+    """Where they are; "" reads the router's own from `namespace_file`."""
+    port: str = "8000"
+    """On which they serve HTTP: a number, or the name of a container's port."""
+    token_file: str = f"{_ACCOUNT}/token"
+    ca_file: str = f"{_ACCOUNT}/ca.crt"
+    namespace_file: str = f"{_ACCOUNT}/namespace"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "api_url", engine_url(self.api_url, "--kubernetes-api"))
+        if self.port.isdigit() and not 0 < int(self.port) <= 65535:
+            raise SettingsError(f"--kubernetes-port {self.port}: must be 1 to 65535, or a port's name")
+        if not self.port:
+            raise SettingsError("--kubernetes-port: must be a number, or a port's name")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
     """Settings of one router. Times are in seconds. Raises SettingsError when they make no sense."""
 
     prefill_urls: tuple[str, ...] = ()
     decode_urls: tuple[str, ...] = ()
+    prefill_dns: tuple[str, ...] = ()
+    """Base URLs whose hosts are names: each of their addresses is a prefill engine."""
+    decode_dns: tuple[str, ...] = ()
+    dns_interval_s: float = 5.0
+    kubernetes: KubernetesSettings | None = None
+    """Pods that are engines."""
     plane_address: str | None = None
     """Where the control plane listens; None serves without reuse."""
     host: str = "127.0.0.1"
@@ -105,7 +149,10 @@ class RouterSettings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefill_urls", _urls(self.prefill_urls, "--prefill"))
         object.__setattr__(self, "decode_urls", _urls(self.decode_urls, "--decode"))
-        if not self.decode_urls and self.plane_address is None:
+        object.__setattr__(self, "prefill_dns", _names(self.prefill_dns, "--prefill-dns"))
+        object.__setattr__(self, "decode_dns", _names(self.decode_dns, "--decode-dns"))
+        by_label = self.kubernetes is not None and self.kubernetes.decode_selector
+        if not (self.decode_urls or self.decode_dns or by_label) and self.plane_address is None:
             raise SettingsError(
                 "--decode is missing: name a decode engine, such as --decode http://127.0.0.1:8200, "
                 "or a control plane where engines register"
@@ -132,6 +179,7 @@ class RouterSettings:
             "idle_timeout_s",
             "poll_interval_s",
             "probe_interval_s",
+            "dns_interval_s",
             "max_body_bytes",
         ):
             if getattr(self, name) <= 0:
