@@ -189,6 +189,11 @@ class Reply:
         elif self.path == RESPONSES:
             for kind in ("created", "in_progress"):
                 yield _event(f"response.{kind}", response=self._response("in_progress"))
+            item: Body = {"type": "message", "id": "msg_1", "role": "assistant", "status": "in_progress"}
+            yield _event("response.output_item.added", output_index=0, item={**item, "content": []})
+            part: Body = {"type": "output_text", "text": "", "annotations": []}
+            place = {"item_id": "msg_1", "output_index": 0, "content_index": 0}
+            yield _event("response.content_part.added", part=part, **place)
         elif self.path == MESSAGES:
             message = {**self._message(), "content": [], "stop_reason": None}
             yield _event("message_start", message=message)

@@ -11,6 +11,7 @@ import sys
 import uuid
 from collections import deque
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Self
 
@@ -117,7 +118,16 @@ class FakeEngine(EngineCore):
         kind = request.headers.get("Content-Type", "")
         if self.faults:
             return _error(request.path, int(self.faults.popleft() or 500), "fault")
-        return web.json_response({"engine": self.engine_id, "type": kind}, headers={"x-engine": "yes"})
+        answer = {
+            "engine": self.engine_id,
+            "type": kind,
+            "object": "list",
+            "model": self.config.model,
+            "data": [{"object": "embedding", "index": 0, "embedding": [0.5, 1.0]}],
+            "usage": {"prompt_tokens": 2, "total_tokens": 2},
+            "input_tokens": 7,
+        }
+        return web.json_response(answer, headers={"x-engine": "yes"})
 
     async def _state(self, request: web.Request) -> web.Response:
         return web.json_response(
@@ -174,7 +184,7 @@ class FakeEngine(EngineCore):
         if self.config.tells_params and reply.private is None:
             reply.private = {"remote_host": "10.0.0.1"}
         answer = reply.whole()
-        if request.path == dialects.RESPONSES and body.get("store"):
+        if request.path == dialects.RESPONSES and body.get("store", True):
             self.stored[answer["id"]] = answer
         return web.json_response(answer)
 
@@ -210,7 +220,7 @@ class FakeEngine(EngineCore):
         await out.prepare(request)
         if fault == "error_stream":
             if reply.path == dialects.RESPONSES:
-                await out.write(b"".join(reply.starts()))
+                await out.write(b"".join(islice(reply.starts(), 2)))
             await out.write(reply.fails("KV load failed"))
             return out
         for event in reply.starts():

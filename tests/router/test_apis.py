@@ -26,11 +26,11 @@ EVERY = pytest.mark.parametrize("api", APIS.values(), ids=list(APIS))
         (CHAT, {"n": 3, "best_of": 4, "stream_options": {}}, {"n": 1, "max_tokens": 1}),
         (CHAT, {"max_completion_tokens": 500, "min_tokens": 5}, {"max_completion_tokens": 1}),
         (COMPLETIONS, {"max_tokens": None}, {"max_tokens": 1}),
-        (RESPONSES, {"max_output_tokens": 500, "store": True}, {"max_output_tokens": 1}),
+        (RESPONSES, {"max_output_tokens": 500, "store": True}, {"max_output_tokens": 1, "store": False}),
         (
             RESPONSES,
             {"request_id": "resp_1", "max_tool_calls": 2},
-            {"max_output_tokens": 1, "max_tool_calls": 2},
+            {"max_output_tokens": 1, "max_tool_calls": 2, "store": False},
         ),
         (
             MESSAGES,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from kvplane.router.api import BROKE, Api, Said, count, ends_with_tools, messages_text, objects
 from kvplane.router.chat import set_details
@@ -20,8 +21,11 @@ class Responses(Api):
 
     path = "/v1/responses"
     limits = ("max_output_tokens",)
-    # A prefill engine that stored its leg under the response's id would show it for the response.
-    not_for_prefill = ("background", "store", "min_tokens", "request_id")
+    not_for_prefill = ("background", "min_tokens", "request_id")
+
+    def prefill_body(self, body: Body, params: Mapping[str, Any]) -> Body:
+        """See Api. What the leg says is no response that anybody will ask for."""
+        return super().prefill_body(body, params) | {"store": False}
 
     def name_answer(self, leg: Body, engine_url: str, root: str) -> None:
         """See Api. An id that the client has chosen stays."""
