@@ -15,6 +15,7 @@ from kvplane.client.logs import hashed
 from kvplane.client.model import Claim
 from kvplane.router import identity, openai
 from kvplane.router.admission import Admission, OverloadedError
+from kvplane.router.answers import error_answer, gave_up, passed_on
 from kvplane.router.choice import PrefillChoice
 from kvplane.router.deadline import deadline
 from kvplane.router.learned import Memory, RateBook
@@ -24,11 +25,9 @@ from kvplane.router.plane import Plane
 from kvplane.router.policy import Path
 from kvplane.router.pool import Engine, EnginePool
 from kvplane.router.replies import StreamGuard, ToolCallScan, scrub
-from kvplane.router.response_id import read_response_id
 from kvplane.router.settings import RouterSettings
 from kvplane.router.turn import Turn, TurnPlanner
 from kvplane.router.upstream import (
-    EngineAnswer,
     LegError,
     LegFailedError,
     LegTimeoutError,
@@ -104,7 +103,7 @@ class TurnServer:
             if turn.streaming:
                 # Too late for an answer: the connection ends without the stream's last chunk.
                 raise
-            return self._error(turn, f"The router failed; its log has request {turn.request_id}.", 500)
+            return error_answer(turn, f"The router failed; its log has request {turn.request_id}.", 500)
         finally:
             turn.trail.ended(turn, int(status))
             self._metrics.requests.labels(turn.path, turn.reason or "none", f"{status[0]}xx").inc()
@@ -136,13 +135,13 @@ class TurnServer:
         except OverloadedError as error:
             turn.reason = "overloaded"
             self._metrics.overloaded.labels(str(error.status)).inc()
-            return self._error(turn, str(error), error.status, retry_after_s=error.retry_after_s)
+            return error_answer(turn, str(error), error.status, retry_after_s=error.retry_after_s)
         except TimeoutError:
             if turn.patience is None or not turn.patience.expired():
                 raise
             turn.reason = "deadline"
             if turn.out is None:
-                return self._error(turn, "The request's time is over.", 504)
+                return error_answer(turn, "The request's time is over.", 504)
             if turn.decoder is not None:
                 self._cut(turn, turn.decoder, "the request's time is over")
             return turn.out
@@ -151,25 +150,25 @@ class TurnServer:
         try:
             mode = await self._planner.read(turn)
         except openai.BadRequestError as error:
-            return self._error(turn, str(error), 400, param=error.param)
+            return error_answer(turn, str(error), 400, param=error.param)
         except identity.IdentityError as error:
-            return self._error(turn, str(error), 400, param=error.field)
+            return error_answer(turn, str(error), 400, param=error.field)
         except web.HTTPRequestEntityTooLarge:
             limit = self._settings.max_body_bytes
-            return self._error(turn, f"The request body is larger than {limit} bytes.", 413)
+            return error_answer(turn, f"The request body is larger than {limit} bytes.", 413)
         except web.RequestPayloadError:
-            return self._error(turn, "The request body cannot be decoded.", 400)
+            return error_answer(turn, "The request body cannot be decoded.", 400)
         await self._planner.decide(turn, mode)
         try:
             return await self._run(turn)
         except RefusedError as refused:
             log.info("engine_refused", engine=refused.engine.url, status=refused.answer.status)
-            return self._passed_on(turn, refused.answer)
+            return passed_on(turn, refused.answer)
         except LegTimeoutError as error:
             log.error("leg_timed_out", engine=error.engine.url, problem=error.problem)
-            return self._error(turn, "An engine did not answer in time.", 504)
+            return error_answer(turn, "An engine did not answer in time.", 504)
         except LegError as error:
-            return self._gave_up(turn, error)
+            return gave_up(turn, error)
 
     # Legs
 
@@ -181,7 +180,7 @@ class TurnServer:
         while True:
             engine = await self._decoder(turn, tried)
             if engine is None:
-                return self._error(turn, "No decode engine can be reached.", 503)
+                return error_answer(turn, "No decode engine can be reached.", 503)
             turn.decoder = engine
             try:
                 with turn.trail.attempt("decode", engine):
@@ -343,7 +342,7 @@ class TurnServer:
 
     async def _decode(self, turn: Turn, engine: Engine) -> web.StreamResponse:
         leg = turn.api.decode_body(turn.body, self._decode_params(turn, engine))
-        turn.api.name_answer(leg, engine.url, _root(turn))
+        turn.api.name_answer(leg, engine.url, turn.root)
         body = openai.dump(leg)
         headers = turn.headers
         if turn.path is Path.DIRECT and turn.location is not None:
@@ -458,48 +457,3 @@ class TurnServer:
             self._metrics.reused_tokens.labels(turn.path).inc(turn.reused_tokens)
         if turn.key is not None and turn.prefilled is None:
             self._memory.remember(turn.key, turn.text, None)
-
-    # Answers that are no completion
-
-    def _error(
-        self,
-        turn: Turn,
-        message: str,
-        status: int,
-        *,
-        param: str | None = None,
-        retry_after_s: int = 1,
-    ) -> web.StreamResponse:
-        headers = turn.answer_headers()
-        if status in (429, 503):
-            headers["Retry-After"] = str(retry_after_s)
-        headers["Content-Type"] = "application/json"
-        return web.Response(
-            body=turn.api.error_body(message, status, param=param), status=status, headers=headers
-        )
-
-    def _passed_on(self, turn: Turn, answer: EngineAnswer) -> web.StreamResponse:
-        headers = {**answer.headers, **turn.answer_headers()}
-        if answer.status in (429, 503) and not any(name.lower() == "retry-after" for name in headers):
-            headers["Retry-After"] = "1"
-        body = turn.api.engine_error(answer.body, answer.status)
-        if body is not answer.body:
-            headers = {name: value for name, value in headers.items() if name.lower() != "content-type"}
-            headers["Content-Type"] = "application/json"
-        return web.Response(body=body, status=answer.status, headers=headers)
-
-    def _gave_up(self, turn: Turn, error: LegError) -> web.StreamResponse:
-        log.error("engine_failed", engine=error.engine.url, problem=error.problem, request_id=turn.request_id)
-        if isinstance(error, LegFailedError) and error.answer is not None and error.status == 503:
-            return self._passed_on(turn, error.answer)
-        said = f" (it answered {error.status})" if error.status else ""
-        message = f"The decode engine failed{said}; the router's log has request {turn.request_id}."
-        return self._error(turn, message, 502)
-
-
-def _root(turn: Turn) -> str:
-    """Return what an id of the answer says of its conversation: what the one before said, or its trace."""
-    earlier = read_response_id(turn.body.get("previous_response_id"))
-    if earlier is not None:
-        return earlier.root
-    return turn.trace.own if turn.trace is not None else ""

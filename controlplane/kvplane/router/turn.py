@@ -18,7 +18,7 @@ from kvplane.router.openai import Body
 from kvplane.router.plane import Plane
 from kvplane.router.policy import Decision, Holder, Path, PathMode, TurnFacts, decide
 from kvplane.router.pool import Engine, EnginePool
-from kvplane.router.response_id import engine_tag
+from kvplane.router.response_id import engine_tag, read_response_id
 from kvplane.router.settings import RouterSettings
 from kvplane.router.upstream import Prefilled, engine_headers
 
@@ -78,6 +78,14 @@ class Turn:
     def leaves_nothing(self) -> bool:
         """Whether the request leaves no KV that could be used again."""
         return self.decode_only not in (None, "stored_response")
+
+    @property
+    def root(self) -> str:
+        """What an id of the answer says of its conversation: what the one before said, or its trace."""
+        earlier = read_response_id(self.body.get("previous_response_id"))
+        if earlier is not None:
+            return earlier.root
+        return self.trace.own if self.trace is not None else ""
 
     @property
     def model(self) -> str:
