@@ -175,6 +175,12 @@ class Config(BaseSettings):
     drain_timeout: float = Field(
         30.0, ge=0, description="Seconds that open streams may take to finish after SIGTERM."
     )
+    drain_grace: float = Field(
+        0.0,
+        ge=0,
+        description="Seconds for which the router goes on accepting after SIGTERM while /ready answers 503,"
+        " so that a load balancer can take it out.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="debug, info, warning or error."
     )

@@ -161,6 +161,7 @@ async def _router(config: Config, plane_address: str | None) -> AsyncIterator[in
             slow_start_s=config.slow_start,
         ),
         drain_timeout_s=config.drain_timeout,
+        drain_grace_s=config.drain_grace,
     )
     server = RouterServer(settings, owner=f"router-{secrets.token_hex(8)}")
     try:

@@ -78,6 +78,8 @@ class RouterServer:
         self._session: aiohttp.ClientSession | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
+        self._settled = False
+        """It has begun to serve."""
         self._kubernetes: KubernetesSource | None = None
         self._admission: Admission
         self._explanations: Explanations
@@ -223,12 +225,19 @@ class RouterServer:
                 ) from error
             raise RouterStartError(f"cannot listen on {where}: {error.strerror or error}") from error
         self.port = self._runner.addresses[0][1]
+        self._settled = True
         log.info("router_started", host=settings.host, port=self.port, path=str(settings.path))
 
     async def stop(self) -> None:
-        """Stop accepting, let requests under way finish within `drain_timeout_s`, then close. Idempotent."""
-        self._draining = True
+        """Stop accepting, let requests under way finish within `drain_timeout_s`, then close. Idempotent.
+
+        For `drain_grace_s` before that it goes on serving and says at /ready that it will not.
+        """
+        first, self._draining = not self._draining, True
         if self._runner is not None:
+            if first and self._settled and self.settings.drain_grace_s:
+                log.info("router_draining", grace_s=self.settings.drain_grace_s)
+                await asyncio.sleep(self.settings.drain_grace_s)
             await self._runner.cleanup()
             self._runner = None
         for task in self._tasks:

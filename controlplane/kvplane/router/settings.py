@@ -142,6 +142,8 @@ class RouterSettings:
     debug_remote: bool = False
     """Whether others than loopback may look at them."""
     drain_timeout_s: float = 30.0
+    drain_grace_s: float = 0.0
+    """How long it goes on accepting once it is told to stop, while /ready answers 503."""
     poll_interval_s: float = 1.0
     probe_interval_s: float = 5.0
     max_body_bytes: int = 32 * 1024 * 1024
@@ -184,6 +186,12 @@ class RouterSettings:
         ):
             if getattr(self, name) <= 0:
                 raise SettingsError(f"{name}: must be above 0")
-        for name in ("turn_wait_s", "drain_timeout_s", "request_timeout_s", "explained_turns"):
+        for name in (
+            "turn_wait_s",
+            "drain_timeout_s",
+            "drain_grace_s",
+            "request_timeout_s",
+            "explained_turns",
+        ):
             if getattr(self, name) < 0:
                 raise SettingsError(f"{name}: must be 0 or more")
