@@ -89,6 +89,12 @@ class Config(BaseSettings):
     kubernetes_ca_file: str | None = Field(
         None, description="File with its certificate authority; by default that of the pod."
     )
+    workers: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Router processes that share the port; limits on requests are split between them.",
+    )
     plane: str | None = Field(
         None,
         description="Control planes of a router that runs alone: HOST:PORT, IP:PORT,IP:PORT,..."
@@ -227,6 +233,11 @@ def load_config(
         raise ConfigError(f"{error}".splitlines()[0]) from None
     _check_relations(config)
     return config
+
+
+def environment_with(**more: str) -> dict[str, str]:
+    """Return this process's environment and more, for a process that it starts."""
+    return {**os.environ, **more}
 
 
 def _spelled(name: str, given: Mapping[str, Any], tables: Mapping[str, Any]) -> str:

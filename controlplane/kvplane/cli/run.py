@@ -13,6 +13,7 @@ import structlog
 import uvloop
 
 from kvplane.cli.config import Config, kubernetes_api
+from kvplane.cli.workers import Workers
 from kvplane.controlplane.collector import spare_the_old
 from kvplane.controlplane.model import Settings
 from kvplane.controlplane.schema import SchemaError
@@ -22,6 +23,7 @@ from kvplane.router.app import RouterServer, RouterStartError
 from kvplane.router.health import HealthLimits
 from kvplane.router.policy import PathMode, Thresholds
 from kvplane.router.settings import KubernetesSettings, RouterSettings, SettingsError
+from kvplane.router.siblings import Siblings
 from kvplane.store.clock import SystemClock
 from kvplane.store.url import StoreUrlError, open_store, without_password
 
@@ -122,11 +124,9 @@ def _kubernetes(config: Config) -> KubernetesSettings | None:
     )
 
 
-@asynccontextmanager
-async def _router(config: Config, plane_address: str | None) -> AsyncIterator[int]:
-    """Run a router; gives its port."""
-    _check_reach(config.host, "host", config)
-    settings = RouterSettings(
+def _router_settings(config: Config, plane_address: str | None) -> RouterSettings:
+    """Return a router's settings. Raises SettingsError."""
+    return RouterSettings(
         prefill_urls=config.prefill,
         decode_urls=config.decode,
         prefill_dns=config.prefill_dns,
@@ -163,11 +163,33 @@ async def _router(config: Config, plane_address: str | None) -> AsyncIterator[in
         drain_timeout_s=config.drain_timeout,
         drain_grace_s=config.drain_grace,
     )
-    server = RouterServer(settings, owner=f"router-{secrets.token_hex(8)}")
+
+
+@asynccontextmanager
+async def router(
+    config: Config, plane_address: str | None, siblings: Siblings | None = None
+) -> AsyncIterator[int]:
+    """Run a router, alone or as one of several; gives its port."""
+    server = RouterServer(
+        _router_settings(config, plane_address), owner=f"router-{secrets.token_hex(8)}", siblings=siblings
+    )
     try:
         yield await server.start()
     finally:
         await server.stop()
+
+
+@asynccontextmanager
+async def _routers(config: Config, plane_address: str | None) -> AsyncIterator[int]:
+    """Run a router, in as many processes as are wanted; gives its port."""
+    _check_reach(config.host, "host", config)
+    if config.workers == 1:
+        async with router(config, plane_address) as port:
+            yield port
+        return
+    _router_settings(config, plane_address)
+    async with Workers(config, plane_address) as workers:
+        yield workers.port
 
 
 async def _until(stop: asyncio.Event, plane: ControlPlaneServer) -> None:
@@ -190,7 +212,7 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
 
 async def route(config: Config, stop: asyncio.Event) -> None:
     """Run a router alone."""
-    async with _router(config, config.plane):
+    async with _routers(config, config.plane):
         await stop.wait()
 
 
@@ -198,7 +220,7 @@ async def up(config: Config, stop: asyncio.Event) -> None:
     """Run a control plane and a router that uses it."""
     async with (
         _control_plane(config) as plane,
-        _router(config, _joined(config.grpc_host, plane.port)) as http_port,
+        _routers(config, _joined(config.grpc_host, plane.port)) as http_port,
     ):
         log.info("ready", http=f"http://{_joined(config.host, http_port)}", grpc_port=plane.port)
         await _until(stop, plane)

@@ -33,6 +33,7 @@ from kvplane.router.pool import EnginePool
 from kvplane.router.responses import Responses
 from kvplane.router.serving import TurnServer
 from kvplane.router.settings import RouterSettings, SettingsError
+from kvplane.router.siblings import Siblings
 from kvplane.router.turn import Turn
 from kvplane.router.upstream import Upstream
 
@@ -45,6 +46,8 @@ APIS: Mapping[str, Api] = {
 _KEEPALIVE_S = 4.0
 """vLLM closes idle connections after 5 s; one that closes as we write costs a retry."""
 
+_GAUGES_EVERY_S = 1.0
+
 
 class RouterStartError(SettingsError):
     """The router cannot start; the text is one line that says what to do."""
@@ -55,6 +58,7 @@ class RouterServer:
 
     `plane` is used and left open; without one a client of `settings.plane_address` is made and closed.
     `owner` is the name under which it claims, unique among routers; `monotonic` reads seconds.
+    `siblings` are router processes on the same port.
     """
 
     def __init__(
@@ -65,8 +69,10 @@ class RouterServer:
         plane: PlaneClient | None = None,
         owner: str = "",
         monotonic: Callable[[], float] | None = None,
+        siblings: Siblings | None = None,
     ) -> None:
         self.settings = settings
+        self._siblings = siblings
         self.metrics = RouterMetrics(registry or CollectorRegistry())
         self._plane_client = plane
         self._own_client: ControlPlaneClient | None = None
@@ -175,6 +181,8 @@ class RouterServer:
             admission=self._admission,
             monotonic=monotonic,
         )
+        if self._siblings is not None:
+            self._tasks.append(asyncio.create_task(self._tell_siblings(), name="gauges"))
         await self._listen()
         return self.port
 
@@ -214,7 +222,9 @@ class RouterServer:
             shutdown_timeout=settings.drain_timeout_s,
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, settings.host, settings.port, backlog=1024)
+        site = web.TCPSite(
+            self._runner, settings.host, settings.port, backlog=1024, reuse_port=self._siblings is not None
+        )
         try:
             await site.start()
         except OSError as error:
@@ -305,14 +315,26 @@ class RouterServer:
         return web.json_response(detail, status=200 if ready else 503)
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        self._set_gauges()
+        if self._siblings is None:
+            body = generate_latest(self.metrics.registry)
+        else:
+            body = await asyncio.to_thread(self._siblings.metrics)
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    def _set_gauges(self) -> None:
         for role in ("prefill", "decode"):
             up = sum(e.up and getattr(e, role) for e in self._pool.engines)
             self.metrics.engines_up.labels(role).set(up)
             ejected = sum(e.up and getattr(e, role) and self._pool.ejected(e) for e in self._pool.engines)
             self.metrics.engines_ejected.labels(role).set(ejected)
         self.metrics.queued.set(self._admission.queued)
-        body = generate_latest(self.metrics.registry)
-        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _tell_siblings(self) -> None:
+        """Keep the gauges current: any of the processes may be asked for those of all."""
+        while True:
+            self._set_gauges()
+            await asyncio.sleep(_GAUGES_EVERY_S)
 
     async def _unknown(self, request: web.Request) -> web.StreamResponse:
         known = request.path in (*APIS, *PASSED, "/v1/models", "/version", "/health", "/ready", "/metrics")

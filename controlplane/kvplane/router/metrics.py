@@ -62,10 +62,17 @@ class RouterMetrics:
             registry=registry,
         )
         self.plane_up = Gauge(
-            "kvplane_router_plane_up", "1 while the control plane answers, else 0.", registry=registry
+            "kvplane_router_plane_up",
+            "1 while the control plane answers, else 0.",
+            multiprocess_mode="livemin",
+            registry=registry,
         )
         self.engines_up = Gauge(
-            "kvplane_router_engines_up", "Engines in rotation, by role.", ["role"], registry=registry
+            "kvplane_router_engines_up",
+            "Engines in rotation, by role.",
+            ["role"],
+            multiprocess_mode="livemin",
+            registry=registry,
         )
         self.overloaded = Counter(
             "kvplane_router_overloaded",
@@ -74,11 +81,15 @@ class RouterMetrics:
             registry=registry,
         )
         self.queued = Gauge(
-            "kvplane_router_queued", "Requests that wait for a place on an engine.", registry=registry
+            "kvplane_router_queued",
+            "Requests that wait for a place on an engine.",
+            multiprocess_mode="livesum",
+            registry=registry,
         )
         self.engines_ejected = Gauge(
             "kvplane_router_engines_ejected",
             "Engines that are up but out of rotation because of their answers, by role.",
             ["role"],
+            multiprocess_mode="livemax",
             registry=registry,
         )
