@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from kvplane.client.client import ControlPlaneClient
+from kvplane.client.model import Engine as RegisteredEngine
 from kvplane.client.turns import TurnsStream
 from kvplane.router import conversations, explain, openai
 from kvplane.router.admission import Admission
@@ -34,6 +35,7 @@ from kvplane.router.responses import Responses
 from kvplane.router.serving import TurnServer
 from kvplane.router.settings import RouterSettings, SettingsError
 from kvplane.router.siblings import Siblings
+from kvplane.router.silence import Silence
 from kvplane.router.turn import Turn
 from kvplane.router.upstream import Upstream
 
@@ -90,6 +92,7 @@ class RouterServer:
         self._admission: Admission
         self._explanations: Explanations
         self._pool: EnginePool
+        self._silence: Silence
         self._turns: TurnServer
         self._conversations: Conversations
         self._passing: Passing
@@ -140,6 +143,7 @@ class RouterServer:
             max_engine_requests=settings.admission.max_engine_requests,
             on_free=self._admission.freed,
         )
+        self._silence = Silence(self._pool)
         client: PlaneClient | None = self._plane_client
         turns: TurnsClient | None = self._plane_client
         if client is None and settings.plane_address is not None:
@@ -158,8 +162,8 @@ class RouterServer:
             )
             engines = await self._plane.poll()
             if engines is not None:
-                self._pool.merge(engines)
-            self._tasks.append(asyncio.create_task(self._plane.run(self._pool.merge), name="plane poll"))
+                self._merge(engines)
+            self._tasks.append(asyncio.create_task(self._plane.run(self._merge), name="plane poll"))
         else:
             log.warning("no_control_plane", effect="nothing is reused", remedy="--plane HOST:PORT")
         await self._discover()
@@ -278,7 +282,20 @@ class RouterServer:
         turn = Turn(request, APIS[request.path], request_id, asyncio.get_running_loop().time(), trail)
         return await self._turns.serve(turn)
 
+    def _merge(self, engines: Sequence[RegisteredEngine]) -> None:
+        self._pool.merge(engines)
+        self._silence.look()
+
+    def _silent(self) -> list[str]:
+        """Return what is wrong with announcements, as far as the control plane tells."""
+        known = self._plane is not None and self._plane.available
+        return [self._silence.problem] if known and self._silence.problem is not None else []
+
     async def _health(self, request: web.Request) -> web.StreamResponse:
+        """Say that the router lives. It is degraded where it serves, but what it is for does not happen."""
+        if problems := self._silent():
+            status = "draining" if self._draining else "degraded"
+            return web.json_response({"status": status, "problems": problems})
         return web.json_response({"status": "draining" if self._draining else "ok"})
 
     async def _ready(self, request: web.Request) -> web.StreamResponse:
@@ -300,7 +317,7 @@ class RouterServer:
             problems.append("no prefill engine answers: decode engines compute prompts themselves")
         if plane == "unavailable":
             problems.append("the control plane does not answer: nothing is reused")
-        problems += self._pool.misplaced()
+        problems += [*self._silent(), *self._pool.misplaced()]
         if mismatch := self._pool.mismatch():
             problems.append(mismatch)
         ready = any(e.up and not e.draining for e in decode) and not self._draining

@@ -146,6 +146,11 @@ class EnginePool:
 
     # What the control plane says
 
+    @property
+    def registered(self) -> tuple[RegisteredEngine, ...]:
+        """The registry as it was last read."""
+        return tuple(self._registered)
+
     def merge(self, registered: Sequence[RegisteredEngine]) -> None:
         """Take over the registry as it is now; engines only known from it go when they are gone there."""
         self._registered = list(registered)
