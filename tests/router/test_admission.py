@@ -139,6 +139,8 @@ async def test_requests_wait_for_a_place_on_an_engine() -> None:
     async with rig(admission=AdmissionLimits(max_engine_requests=1)) as r:
         r.d.gate.clear()
         tasks = [asyncio.create_task(r.post(chat("hello", conversation=f"c{i}"))) for i in range(4)]
+        prefill = next(e for e in r.router.pool.engines if e.prefill)
+        await until(lambda: len(r.p.requests) == 4 and not prefill.outstanding)
         await until(lambda: r.d.requests and r.router._admission.queued == 3)
         assert len(r.d.requests) == 1
         assert (await r.metric("kvplane_router_queued"))[""] == 3

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import trustme
 
-from kvplane.cli.config import kubernetes_api
+from kvplane.cli import run
+from kvplane.cli.config import kubernetes_api, load_config
 from kvplane.client.model import EngineRole
 from kvplane.router import discovery
 from kvplane.router.discovery import DnsSource, Found, Roles
@@ -338,6 +339,20 @@ def test_which_pods_are_engines(more: dict[str, Any], port: str, url: str | None
 
 
 # Settings
+
+
+def test_flags_name_pods_and_outside_of_a_cluster_the_api_server_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    assert run._kubernetes(load_config({})) is None
+    flags = {"kubernetes_decode": "role=decode", "kubernetes_port": "http"}
+    with pytest.raises(run.StartError, match="--kubernetes-api"):
+        run._kubernetes(load_config(flags))
+    found = run._kubernetes(load_config({**flags, "kubernetes_api": "https://api:6443/"}))
+    assert found is not None
+    assert (found.api_url, found.decode_selector, found.port) == ("https://api:6443", "role=decode", "http")
+    assert found.token_file.endswith("/serviceaccount/token")
 
 
 def test_the_api_server_of_a_pod_is_known() -> None:

@@ -194,6 +194,26 @@ PoolMachine.TestCase.settings = hypothesis_settings(max_examples=60, stateful_st
 TestPool = PoolMachine.TestCase
 
 
+async def test_the_only_engine_of_a_model_is_not_ejected_whatever_others_there_are() -> None:
+    async with aiohttp.ClientSession() as session:
+        pool = EnginePool(
+            session,
+            prefill_urls=(),
+            decode_urls=tuple(f"http://e{index}:1" for index in range(4)),
+            probe_interval_s=1,
+            monotonic=lambda: 0.0,
+        )
+        only, *others = pool.engines
+        only.models = frozenset({"a"})
+        for engine in others:
+            engine.models = frozenset({"b"})
+        for engine in (only, others[0]):
+            for _ in range(10):
+                pool.erred(engine, "broke")
+        assert not pool.ejected(only)
+        assert pool.ejected(others[0])
+
+
 # With engines
 
 

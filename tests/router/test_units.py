@@ -129,7 +129,14 @@ def test_learned_rates_move_the_threshold_but_not_without_bound() -> None:
     assert decide(replace(large, prompt_tokens=900 + 9000), LIMITS).path is Path.PULL
     busy = replace(large, prompt_tokens=900 + 1000, holder=Holder(True, outstanding=20))
     assert decide(busy, LIMITS).path is Path.PULL
-    assert decide(replace(busy, prompt_tokens=900 + 512), LIMITS).path is Path.DIRECT
+    assert decide(replace(busy, prompt_tokens=900 + 512), LIMITS).path is Path.PULL
+    assert decide(replace(busy, prompt_tokens=900 + 128), LIMITS).path is Path.DIRECT
+    some = replace(busy, holder=Holder(True, outstanding=3))
+    assert decide(replace(some, prompt_tokens=900 + 512), LIMITS).path is Path.DIRECT
+    # Where nothing can be pulled, computing it all again is what direct is compared with.
+    alone = replace(busy, prompt_tokens=900 + 5000, prefill_verifies=False)
+    assert decide(alone, LIMITS).path is Path.COLD
+    assert decide(replace(alone, prompt_tokens=900 + 100), LIMITS).path is Path.DIRECT
     assert dict(decide(large, LIMITS).costs)[Path.COLD] == pytest.approx(5.9, abs=0.01)
 
 

@@ -139,7 +139,7 @@ def _choose(facts: TurnFacts, limits: Thresholds) -> tuple[Path, str, tuple[tupl
     costs = estimate_costs(facts)
     by_path = dict(costs)
     if facts.holder.usable and not busy:
-        limit = _direct_limit(facts, limits, by_path)
+        limit = _direct_limit(limits, by_path, can_pull=can_pull)
         if facts.new_tokens <= limit:
             return Path.DIRECT, "new_text_short", costs
         pull_reason = "history_changed" if facts.history_changed else "new_text_long"
@@ -161,12 +161,20 @@ def _no_pull(facts: TurnFacts) -> str:
     return "prefill_cannot_verify" if facts.prefill_available else "no_prefill_engine"
 
 
-def _direct_limit(facts: TurnFacts, limits: Thresholds, costs: dict[Path, float]) -> int:
-    """Return how many new tokens may go direct: the threshold, moved at most fourfold by learned costs."""
-    if Path.DIRECT not in costs or Path.PULL not in costs:
+def _direct_limit(limits: Thresholds, costs: dict[Path, float], *, can_pull: bool) -> int:
+    """Return how many new tokens may go direct: the threshold, moved as far as learned costs go apart.
+
+    Estimates know no fixed costs, of which direct has the fewest: a few tokens go direct whatever they say.
+    """
+    others = [
+        costs[path] for path in (Path.COLD, Path.PULL) if path in costs and (can_pull or path is Path.COLD)
+    ]
+    if Path.DIRECT not in costs or not others:
         return limits.direct_max_new_tokens
-    cheaper = costs[Path.DIRECT] <= costs[Path.PULL]
-    return limits.direct_max_new_tokens * 4 if cheaper else limits.direct_max_new_tokens // 4
+    ratio = costs[Path.DIRECT] / max(min(others), 1e-9)
+    if ratio <= 1:
+        return limits.direct_max_new_tokens * 4
+    return limits.direct_max_new_tokens // (4 if ratio <= 2 else 16)
 
 
 def estimate_costs(facts: TurnFacts) -> tuple[tuple[Path, float], ...]:

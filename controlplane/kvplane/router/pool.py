@@ -345,7 +345,11 @@ class EnginePool:
         if not engine.up:
             return
         pools = [
-            [e.health for e in self.engines if e is not engine and e.up and getattr(e, role)]
+            [
+                e.health
+                for e in self.engines
+                if e is not engine and e.up and getattr(e, role) and _same_work(e, engine)
+            ]
             for role in ("prefill", "decode")
             if getattr(engine, role)
         ]
@@ -436,7 +440,8 @@ class EnginePool:
         if any(other.decode if engine.decode else other.prefill or other.decode for other in others):
             now = asyncio.get_running_loop().time()
             for patience in tuple(engine.waits):
-                patience.reschedule(now)
+                if not patience.expired():
+                    patience.reschedule(now)
 
     async def _ask_models(self, engine: Engine) -> None:
         try:
@@ -466,3 +471,8 @@ class EnginePool:
         if problem and seen != self._warned:
             log.warning("engines_serve_different_models", problem=problem)
         self._warned = seen
+
+
+def _same_work(one: Engine, other: Engine) -> bool:
+    """Tell whether two engines serve a model in common, as far as is known."""
+    return not one.models or not other.models or bool(one.models & other.models)

@@ -140,7 +140,7 @@ class TurnServer:
             if turn.patience is None or not turn.patience.expired():
                 raise
             turn.reason = "deadline"
-            if turn.out is None:
+            if turn.out is None or not turn.out.prepared:
                 return error_answer(turn, "The request's time is over.", 504)
             if turn.decoder is not None:
                 self._cut(turn, turn.decoder, "the request's time is over")
@@ -378,7 +378,7 @@ class TurnServer:
         self._count_reuse(turn)
         out = web.StreamResponse(headers={**client_headers(response.headers), **turn.answer_headers()})
         turn.streaming, turn.out = True, out
-        if turn.patience is not None:
+        if turn.patience is not None and not turn.patience.expired():
             limit = turn.whole_s
             turn.patience.reschedule(None if limit is None else turn.arrived + limit)
         await out.prepare(turn.request)
