@@ -8,7 +8,6 @@ import re
 from kvplane.router.api import Api
 from kvplane.router.openai import BETWEEN_ENGINES, Body, dump
 
-_TOOL_MARKS = (b"tool_", b"function_call")
 _TOOL_END = re.compile(
     rb'"(?:finish_reason|stop_reason|type)"\s*:\s*"(?:tool_calls|tool_use|function_call)"',
 )
@@ -32,12 +31,15 @@ class ToolCallScan:
         """Look at the next piece of the reply, wherever it was cut."""
         if self.found:
             return
-        window = self._tail + chunk
-        if any(mark in window for mark in _TOOL_MARKS):
+        window = self._tail + chunk if self._tail else chunk
+        if b"tool_" in window or b"function_call" in window:
             self.found = _TOOL_END.search(window) is not None
-        self._tail = window[-_LONGEST_MARK:]
+        # What is looked for is within one event.
+        self._tail = b"" if window.endswith(b"\n\n") else window[-_LONGEST_MARK:]
 
 
+_HINT = b"_t"
+"""In all of the following; it is looked for first, since in most events there is none of them."""
 _PRIVATE = b"_transfer_params"
 _CACHED = (b"cached_tokens", b"cache_read_input_tokens")
 _LONGEST_EVENT = 4 << 20
@@ -71,7 +73,9 @@ class StreamGuard:
             end = max(_after(chunk, b"\n\n"), _after(chunk, b"\r\n\r\n"))
             if len(chunk) - end <= _LONGEST_EVENT:
                 chunk, self._held = chunk[:end], chunk[end:]
-        if _PRIVATE in chunk or (self._fix and (_CACHED[0] in chunk or _CACHED[1] in chunk)):
+        if _HINT in chunk and (
+            _PRIVATE in chunk or (self._fix and (_CACHED[0] in chunk or _CACHED[1] in chunk))
+        ):
             return self._cleaned(chunk)
         return chunk
 
