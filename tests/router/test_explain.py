@@ -34,6 +34,7 @@ async def test_a_direct_turn_is_explained() -> None:
         answer = await told(r, id_of(reply))
         assert (answer["path"], answer["reason"], answer["status"]) == ("direct", "new_text_short", 200)
         assert answer["state"] == "answered"
+        assert answer["identity"] == "conversation_id"
         assert answer["tokens"]["held"] > 200
         assert str(answer["tokens"]["reuse_expected"]) == reply.headers["x-kvplane-expected-tokens"]
         assert str(answer["tokens"]["new_expected"]) == reply.headers["x-kvplane-new-tokens"]

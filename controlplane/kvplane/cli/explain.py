@@ -71,7 +71,8 @@ def as_text(told: dict[str, Any]) -> str:
     status = told["status"] or "running"
     lines = [
         f"request {told['request_id']}  {told['api']}  model {told['model'] or '-'}",
-        f"conversation {told['conversation'] or '-'}  turn {told['turn'] or '-'}  status {status}",
+        f"conversation {told['conversation'] or '-'} (from {told['identity'] or '-'})"
+        f"  turn {told['turn'] or '-'}  status {status}",
         "",
         f"path {told['path'] or '-'}: {told['reason'] or '-'}",
     ]

@@ -76,6 +76,7 @@ class Trail:
         "decision",
         "ended_at",
         "facts",
+        "identity",
         "key",
         "model",
         "path",
@@ -98,7 +99,7 @@ class Trail:
         self.ended_at: float | None = None
         self.facts: TurnFacts | None = None
         self.key: ConversationKey | None = None
-        self.model = self.path = self.reason = ""
+        self.model = self.path = self.reason = self.identity = ""
         self.reused_tokens: int | None = None
         self.status = 0
         self.turn = 0
@@ -108,6 +109,7 @@ class Trail:
         self.decided_at = self._monotonic()
         self.decision, self.facts, self.key, self.turn = turn.decision, facts, turn.key, turn.number
         self.model, self.path, self.reason = turn.model, str(turn.path), turn.reason
+        self.identity = turn.identity
         roles = (("prefill", pool.prefill_engines(turn.model)), ("decode", pool.decode_engines(turn.model)))
         self.candidates = [
             (role, e.url, e.outstanding, e.waiting, e.ahead_tokens, _state(e, pool), e is turn.holder)
@@ -148,6 +150,7 @@ class Trail:
             "api": self.api,
             "model": self.model,
             "conversation": hashed(key.tenant_id, key.conversation_id) if key is not None else None,
+            "identity": self.identity or None,
             "turn": self.turn,
             "path": self.path,
             "reason": self.reason,
