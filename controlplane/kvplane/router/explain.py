@@ -85,6 +85,7 @@ class Trail:
         "reused_tokens",
         "status",
         "turn",
+        "turn_number",
     )
 
     def __init__(self, request_id: str, api: str, monotonic: Callable[[], float]) -> None:
@@ -102,12 +103,13 @@ class Trail:
         self.model = self.path = self.reason = self.identity = ""
         self.reused_tokens: int | None = None
         self.status = 0
-        self.turn = 0
+        self.turn = self.turn_number = 0
 
     def decided(self, turn: Turn, facts: TurnFacts, pool: EnginePool) -> None:
         """Note a decision, what it was based on, and the engines there were to choose from."""
         self.decided_at = self._monotonic()
-        self.decision, self.facts, self.key, self.turn = turn.decision, facts, turn.key, turn.number
+        self.decision, self.facts, self.key = turn.decision, facts, turn.key
+        self.turn, self.turn_number = turn.turn_index, turn.number
         self.model, self.path, self.reason = turn.model, str(turn.path), turn.reason
         self.identity = turn.identity
         roles = (("prefill", pool.prefill_engines(turn.model)), ("decode", pool.decode_engines(turn.model)))
@@ -152,6 +154,7 @@ class Trail:
             "conversation": hashed(key.tenant_id, key.conversation_id) if key is not None else None,
             "identity": self.identity or None,
             "turn": self.turn,
+            "turn_number": self.turn_number,
             "path": self.path,
             "reason": self.reason,
             "status": self.status,

@@ -104,8 +104,8 @@ class Turn:
         if self.decision is not None:
             headers["x-kvplane-expected-tokens"] = str(self.decision.reused_tokens)
             headers["x-kvplane-new-tokens"] = str(self.decision.new_tokens)
-        if self.number:
-            headers["x-kvplane-turn"] = str(self.number)
+        if self.turn_index:
+            headers["x-kvplane-turn"] = str(self.turn_index)
         if self.prefilled is not None:
             headers["x-kvplane-prefill-ms"] = f"{self.prefilled.seconds * 1000:.1f}"
         return headers
