@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -12,6 +13,7 @@ from typing import Self
 import aiohttp
 import structlog
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
@@ -21,6 +23,7 @@ from kvplane.client.turns import TurnsStream
 from kvplane.router import conversations, explain, openai
 from kvplane.router.admission import Admission
 from kvplane.router.api import Api
+from kvplane.router.bodies import Bodies
 from kvplane.router.chat import ChatCompletions, Completions
 from kvplane.router.conversations import Conversations
 from kvplane.router.discovery import DnsSource
@@ -49,6 +52,20 @@ _KEEPALIVE_S = 4.0
 """vLLM closes idle connections after 5 s; one that closes as we write costs a retry."""
 
 _GAUGES_EVERY_S = 1.0
+_LINGER_S = 2.0
+"""How long the rest of a refused body is read, so that the client hears why."""
+
+
+def _http_log() -> logging.Logger:
+    """Return a log for faults of ours in the server, without one of clients' faults."""
+
+    def ours(record: logging.LogRecord) -> bool:
+        kind = record.exc_info[0] if record.exc_info else None
+        return kind is None or not issubclass(kind, HttpProcessingError)
+
+    logger = logging.getLogger("kvplane.router.http")
+    logger.filters[:] = [ours]
+    return logger
 
 
 class RouterStartError(SettingsError):
@@ -90,6 +107,7 @@ class RouterServer:
         """It has begun to serve."""
         self._kubernetes: KubernetesSource | None = None
         self._admission: Admission
+        self._bodies: Bodies
         self._explanations: Explanations
         self._pool: EnginePool
         self._silence: Silence
@@ -132,6 +150,11 @@ class RouterServer:
             read_bufsize=1 << 18,
         )
         self._explanations = Explanations(settings.explained_turns, monotonic, remote=settings.debug_remote)
+        self._bodies = Bodies(
+            max_bytes=settings.max_body_bytes,
+            timeout_s=settings.body_timeout_s,
+            budget_bytes=settings.body_budget_bytes,
+        )
         self._admission = Admission(settings.admission, monotonic)
         self._pool = EnginePool(
             session,
@@ -170,7 +193,7 @@ class RouterServer:
         await self._pool.probe_all()
         self._tasks.append(asyncio.create_task(self._pool.run(), name="engine probes"))
         self._conversations = Conversations(settings, pool=self._pool, plane=self._plane)
-        self._passing = Passing(settings, pool=self._pool, session=session)
+        self._passing = Passing(settings, pool=self._pool, session=session, bodies=self._bodies)
         self._turns = TurnServer(
             settings,
             pool=self._pool,
@@ -183,6 +206,7 @@ class RouterServer:
             plane=self._plane,
             metrics=self.metrics,
             admission=self._admission,
+            bodies=self._bodies,
             monotonic=monotonic,
         )
         if self._siblings is not None:
@@ -223,6 +247,10 @@ class RouterServer:
             app,
             handler_cancellation=True,
             access_log=None,
+            # Also for headers that come too slowly.
+            keepalive_timeout=settings.keepalive_timeout_s,
+            lingering_time=_LINGER_S,
+            logger=_http_log(),
             shutdown_timeout=settings.drain_timeout_s,
         )
         await self._runner.setup()
@@ -280,7 +308,10 @@ class RouterServer:
         request_id = _request_id(request)
         trail = self._explanations.begin(request_id, request.path)
         turn = Turn(request, APIS[request.path], request_id, asyncio.get_running_loop().time(), trail)
-        return await self._turns.serve(turn)
+        try:
+            return await self._turns.serve(turn)
+        finally:
+            self._bodies.done(request)
 
     def _merge(self, engines: Sequence[RegisteredEngine]) -> None:
         self._pool.merge(engines)

@@ -40,8 +40,15 @@ class BadRequestError(ValueError):
         self.param = param
 
 
+_MOST_VALUES = 2_000_000
+"""More than a prompt of a million token ids has."""
+
+
 def parse_body(raw: bytes) -> Body:
     """Return the request as a dict. Raises BadRequestError."""
+    if len(raw) > _MOST_VALUES and sum(map(raw.count, b"[{,")) > _MOST_VALUES:
+        # Small values take many times their text in memory.
+        raise BadRequestError(f"The request body has more than {_MOST_VALUES:,} values.")
     try:
         body = json.loads(raw)
     except RecursionError:

@@ -18,6 +18,8 @@ import aiohttp
 import structlog
 from aiohttp import web
 
+from kvplane.router.admission import OverloadedError
+from kvplane.router.bodies import Bodies
 from kvplane.router.messages import messages_error
 from kvplane.router.openai import BETWEEN_ENGINES, Body, dump, error_body
 from kvplane.router.pool import Engine, EnginePool
@@ -51,7 +53,7 @@ PASSED = (
 )
 """Paths of POST requests; their bodies name a model, or leave it to the engine."""
 _STORED = "/v1/responses/{response_id}"
-_FORM_MODEL = re.compile(rb'name="model"(?:\r\n[^\r\n]+)*\r\n\r\n([^\r\n]{1,256})\r\n')
+_FORM_MODEL = re.compile(rb'name="model"(?:\r\n[^\r\n]{1,256}){0,4}\r\n\r\n([^\r\n]{1,256})\r\n')
 _ASK_S = 2.0
 try:
     _VERSION = version("kvplane")
@@ -64,7 +66,10 @@ _RESPONSES = Responses()
 class Passing:
     """Serves them. `session` talks to engines."""
 
-    def __init__(self, settings: RouterSettings, *, pool: EnginePool, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, settings: RouterSettings, *, pool: EnginePool, session: aiohttp.ClientSession, bodies: Bodies
+    ) -> None:
+        self._bodies = bodies
         self._settings = settings
         self._pool = pool
         self._session = session
@@ -145,7 +150,17 @@ class Passing:
 
     async def _pass(self, request: web.Request) -> web.StreamResponse:
         try:
-            raw = await request.read()
+            return await self._passed(request)
+        finally:
+            self._bodies.done(request)
+
+    async def _passed(self, request: web.Request) -> web.StreamResponse:
+        try:
+            raw = await self._bodies.read(request)
+        except OverloadedError as error:
+            return _error(request, str(error), error.status)
+        except web.HTTPRequestTimeout:
+            return _error(request, "The request body did not come in time.", 408)
         except web.HTTPRequestEntityTooLarge:
             limit = self._settings.max_body_bytes
             return _error(request, f"The request body is larger than {limit} bytes.", 413)

@@ -16,6 +16,7 @@ from kvplane.client.model import Claim
 from kvplane.router import identity, openai
 from kvplane.router.admission import Admission, OverloadedError
 from kvplane.router.answers import error_answer, gave_up, passed_on
+from kvplane.router.bodies import Bodies
 from kvplane.router.choice import PrefillChoice
 from kvplane.router.deadline import deadline
 from kvplane.router.learned import Memory, RateBook
@@ -65,6 +66,7 @@ class TurnServer:
         plane: Plane | None,
         metrics: RouterMetrics,
         admission: Admission,
+        bodies: Bodies,
         monotonic: Callable[[], float],
     ) -> None:
         self._settings = settings
@@ -85,6 +87,7 @@ class TurnServer:
             memory=self._memory,
             rates=self._rates,
             prefill=self._prefills,
+            bodies=bodies,
         )
 
     async def serve(self, turn: Turn) -> web.StreamResponse:
@@ -156,6 +159,8 @@ class TurnServer:
         except web.HTTPRequestEntityTooLarge:
             limit = self._settings.max_body_bytes
             return error_answer(turn, f"The request body is larger than {limit} bytes.", 413)
+        except web.HTTPRequestTimeout:
+            return error_answer(turn, "The request body did not come in time.", 408)
         except web.RequestPayloadError:
             return error_answer(turn, "The request body cannot be decoded.", 400)
         await self._planner.decide(turn, mode)

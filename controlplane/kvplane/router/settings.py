@@ -147,6 +147,12 @@ class RouterSettings:
     poll_interval_s: float = 1.0
     probe_interval_s: float = 5.0
     max_body_bytes: int = 32 * 1024 * 1024
+    body_timeout_s: float = 60.0
+    """Longest from a request's headers to the end of its body."""
+    body_budget_bytes: int = 512 * 1024 * 1024
+    """All bodies above 64 KiB of requests that are under way."""
+    keepalive_timeout_s: float = 75.0
+    """Longest that a connection waits for a request's headers: its first, or the next."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefill_urls", _urls(self.prefill_urls, "--prefill"))
@@ -183,6 +189,9 @@ class RouterSettings:
             "probe_interval_s",
             "dns_interval_s",
             "max_body_bytes",
+            "body_timeout_s",
+            "body_budget_bytes",
+            "keepalive_timeout_s",
         ):
             if getattr(self, name) <= 0:
                 raise SettingsError(f"{name}: must be above 0")

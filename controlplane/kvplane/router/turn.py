@@ -10,6 +10,7 @@ from aiohttp import web
 from kvplane.client.model import BegunTurn, ConversationKey, Location
 from kvplane.router import automatic, identity, openai
 from kvplane.router.api import Api
+from kvplane.router.bodies import Bodies
 from kvplane.router.choice import PrefillChoice
 from kvplane.router.explain import Trail
 from kvplane.router.history import Trace, trace
@@ -127,8 +128,10 @@ class TurnPlanner:
         memory: Memory,
         rates: RateBook,
         prefill: PrefillChoice,
+        bodies: Bodies,
     ) -> None:
         self._prefill = prefill
+        self._bodies = bodies
         self._settings = settings
         self._pool = pool
         self._plane = plane
@@ -138,10 +141,10 @@ class TurnPlanner:
     async def read(self, turn: Turn) -> PathMode:
         """Read the request into `turn`; returns the path that is asked for.
 
-        Raises BadRequestError, IdentityError or HTTPRequestEntityTooLarge.
+        Raises BadRequestError, IdentityError, or what Bodies.read raises.
         """
         request = turn.request
-        turn.body = body = openai.parse_body(await request.read())
+        turn.body = body = openai.parse_body(await self._bodies.read(request))
         turn.headers = engine_headers(request.headers.items(), turn.request_id)
         mode = self._settings.path
         forced = request.headers.get("x-kvplane-path")
