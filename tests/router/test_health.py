@@ -10,6 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvplane.router.discovery import Roles
 from kvplane.router.health import Circuit, Health, HealthLimits
 from kvplane.router.pool import Engine, EnginePool
 from tests.router.rig import rig, until
@@ -192,6 +193,23 @@ class PoolMachine(RuleBasedStateMachine):
 
 PoolMachine.TestCase.settings = hypothesis_settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestPool = PoolMachine.TestCase
+
+
+async def test_an_engine_that_is_found_later_begins_slowly() -> None:
+    async with aiohttp.ClientSession() as session:
+        pool = EnginePool(
+            session, prefill_urls=(), decode_urls=(), probe_interval_s=1, monotonic=lambda: 50.0
+        )
+        roles = Roles(prefill=False, decode=True)
+        pool.found("dns", {"http://127.0.0.1:9": roles})
+        await pool.probe_all()
+        pool.found("dns", {"http://127.0.0.1:9": roles, "http://b": roles})
+        old, new = pool.engines
+        old.up, old.outstanding = True, 5
+        assert new.health.weight(50, LIMITS) == 0.1
+        assert pool.choose(pool.engines) is old
+        old.outstanding = 20
+        assert pool.choose(pool.engines) is new
 
 
 async def test_the_only_engine_of_a_model_is_not_ejected_whatever_others_there_are() -> None:

@@ -103,6 +103,7 @@ class EnginePool:
         self._wake = asyncio.Event()
         self._probes: set[asyncio.Task[None]] = set()
         self._choices = 0
+        self._settled = False
         self._warned: frozenset[str] = frozenset()
         self._found: dict[str, Found] = {}
         self.found(
@@ -117,6 +118,9 @@ class EnginePool:
 
     def _add(self, url: str, *, prefill: bool, decode: bool, static: bool) -> Engine:
         engine = self._engines[url] = Engine(url, prefill, decode, static)
+        if self._settled:
+            # A newcomer has nothing to do, and would get everything at once.
+            engine.health.came_back(self._monotonic())
         self._wake.set()
         return engine
 
@@ -390,8 +394,9 @@ class EnginePool:
             await asyncio.gather(*self._probes, return_exceptions=True)
 
     async def probe_all(self) -> None:
-        """Probe every engine once, now."""
+        """Probe every engine once, now. Those that come later are newcomers, and begin slowly."""
         await asyncio.gather(*(self.probe(engine) for engine in self.engines))
+        self._settled = True
 
     def _spawn(self, engine: Engine) -> None:
         engine.probing = True
