@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 import pytest
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from kvplane.router.admission import Admission, AdmissionLimits, OverloadedError
 from kvplane.router.deadline import deadline
-from tests.router.rig import CHAT, chat, rig, until
+from kvplane.router.pool import Engine as PoolEngine
+from tests.router.rig import CHAT, chat, long_text, rig, until
 
 
 @dataclass(eq=False)
@@ -146,6 +148,50 @@ async def test_requests_wait_for_a_place_on_an_engine() -> None:
         assert (await r.metric("kvplane_router_queued"))[""] == 3
         r.d.gate.set()
         assert [reply.status for reply in await asyncio.gather(*tasks)] == [200] * 4
+
+
+@pytest.mark.parametrize("path", ["cold", "pull", "direct"])
+async def test_one_place_that_is_free_is_for_one(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with rig(decode=3, admission=AdmissionLimits(max_engine_requests=1)) as r:
+        names = [f"c{number}" for number in range(5)]
+        for name in names:
+            await r.say(long_text(200, name), name)
+        await until(lambda: len(r.plane.locations) == len(names))
+        pool, most, claim = r.router.pool, dict[str, int](), r.plane.claim_location
+        begin = pool.begin
+
+        def counted(engine: PoolEngine) -> None:
+            begin(engine)
+            most[engine.url] = max(most.get(engine.url, 0), engine.outstanding)
+
+        async def slow_claim(*args: Any, **options: Any) -> Any:
+            await asyncio.sleep(0.01)
+            return await claim(*args, **options)
+
+        monkeypatch.setattr(pool, "begin", counted)
+        monkeypatch.setattr(r.plane, "claim_location", slow_claim)
+        replies = await asyncio.gather(*(r.say(long_text(30, "x"), name, path=path) for name in names))
+        assert [reply.path for reply in replies] == [path] * len(names)
+        assert set(most.values()) == {1}
+        assert [engine.outstanding for engine in pool.engines] == [0] * 4
+        if path == "pull":
+            assert len(r.plane.claim_requests) == len(names)
+
+
+async def test_a_turn_that_goes_away_while_it_claims_gives_its_place_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with rig(admission=AdmissionLimits(max_engine_requests=1)) as r:
+        await r.say(long_text(200))
+        await until(lambda: r.plane.locations)
+        prefill = next(engine for engine in r.router.pool.engines if engine.prefill)
+        monkeypatch.setattr(r.plane, "claim_location", lambda *args, **options: asyncio.Event().wait())
+        leaving = asyncio.create_task(r.say(long_text(30, "x"), path="pull"))
+        await until(lambda: prefill.outstanding == 1)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        await until(lambda: prefill.outstanding == 0)
+        assert (await r.post(chat("hello", conversation="c2"))).status == 200
 
 
 async def test_a_place_that_does_not_come_is_a_503() -> None:

@@ -241,9 +241,11 @@ class TurnServer:
                 if turn.reason not in ("prefill_failed", "decode_failed", "decode_unreachable"):
                     turn.went_cold("no_prefill_engine")
                 return
-            if turn.path is Path.PULL:
-                claim = await self._claim(turn, engine)
+            # At once: until then the place is free for the next in line.
+            self._pool.begin(engine)
             try:
+                if turn.path is Path.PULL:
+                    claim = await self._claim(turn, engine)
                 turn.prefilled = await self._prefill_leg(turn, engine, claim)
             except RefusedError:
                 # Refused before it was scheduled: nobody will read.
@@ -262,6 +264,8 @@ class TurnServer:
                 if claim is not None and self._plane is not None:
                     self._plane.finish(claim)
                 return
+            finally:
+                self._pool.end(engine)
 
     def _prefiller(self, turn: Turn, engines: list[Engine], tried: set[Engine]) -> Engine | None:
         if turn.path is Path.PULL:

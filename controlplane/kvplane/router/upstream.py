@@ -201,9 +201,11 @@ class Upstream:
             raise LegTimeoutError(engine, f"no answer within {seconds:g} s") from None
 
     async def prefill(self, engine: Engine, api: Api, body: bytes, headers: Mapping[str, str]) -> Prefilled:
-        """Run a prefill leg. Raises RefusedError, NeverSentError, LegFailedError or LegTimeoutError."""
+        """Run a prefill leg, which the caller has counted as outstanding on the engine.
+
+        Raises RefusedError, NeverSentError, LegFailedError or LegTimeoutError.
+        """
         started = asyncio.get_running_loop().time()
-        self._pool.begin(engine)
         try:
             async with self._waiting(engine, self._prefill_timeout_s):
                 response = await self._send(engine, api.path, body, headers)
@@ -213,8 +215,6 @@ class Upstream:
         except (LegFailedError, LegTimeoutError) as error:
             self._pool.erred(engine, error.problem)
             raise
-        finally:
-            self._pool.end(engine)
         self._pool.answered(engine)
         return prefilled
 
