@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from typing import Any
 
@@ -98,12 +99,22 @@ async def test_a_conversation_is_kept_for_as_long_as_its_client_says() -> None:
         assert (await touch(r, query="?model=other"))[1]["touched"] is False
 
 
-@pytest.mark.parametrize("ttl", ["0", "-1", "true", '"5"', "[]", "1e99", "NaN", "Infinity"])
+@pytest.mark.parametrize("ttl", ["0", "-1", "true", '"5"', "[]", "1e99", "1" + "0" * 400, "NaN", "Infinity"])
 async def test_a_life_that_is_no_life_is_refused(ttl: str) -> None:
     async with rig() as r:
         status, body = await touch(r, b'{"ttl_s": %s}' % ttl.encode())
         assert (status, body["error"]["param"]) == (400, "ttl_s")
         assert (await touch(r, b"[]"))[0] == 400
+        assert r.plane.touched == []
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_a_touch_that_cannot_be_decoded_is_refused(encoding: str) -> None:
+    async with rig() as r:
+        url, headers = f"{r.url}/v1/conversations/c1/touch", {"Content-Encoding": encoding}
+        async with r.http.post(url, data=io.BytesIO(b"\xff\0no"), headers=headers) as response:
+            assert response.status == 400
+            assert "decoded" in (await response.json())["error"]["message"]
         assert r.plane.touched == []
 
 

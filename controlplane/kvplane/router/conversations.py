@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any
 
@@ -59,6 +58,8 @@ class Conversations:
             return _refused(error)
         except web.HTTPRequestEntityTooLarge:
             return _refused(openai.BadRequestError("The request body is too large."))
+        except web.RequestPayloadError:
+            return _refused(openai.BadRequestError("The request body cannot be decoded."))
         noted = False if self._plane is None else await self._plane.touch(key, ttl_s)
         if noted is None:
             return _unavailable()
@@ -84,7 +85,7 @@ class Conversations:
         if value is None:
             return self._settings.tool_ttl_s
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not 0.001 <= value <= _MOST_S:
+        if not is_number or not 0.001 <= value <= _MOST_S:
             raise openai.BadRequestError(
                 f"ttl_s must be a number of seconds from 0.001 to {_MOST_S}; the control plane takes less if"
                 " its limit is lower.",
