@@ -41,11 +41,29 @@ async def test_what_a_client_deletes_is_released() -> None:
         assert (await delete(r, "nobodys"))[1] == {**answer, "id": "nobodys"}
 
 
-@pytest.mark.parametrize(("spelled", "meant"), [("a%2Fb", "a/b"), ("%C3%A9", "é"), ("auto%2F1", "auto/1")])
+@pytest.mark.parametrize(
+    ("spelled", "meant"),
+    [
+        ("a%2Fb", "a/b"),
+        ("a%2ftouch", "a/touch"),
+        ("%2F", "/"),
+        ("a%252Fb", "a%2Fb"),
+        ("%C3%A9", "é"),
+        ("auto%2F1", "auto/1"),
+        ("%7Bx%7D", "{x}"),
+        ("a{b", "a{b"),
+        ("a%0Ab", "a\nb"),
+    ],
+)
 async def test_any_id_can_be_named_in_a_path(spelled: str, meant: str) -> None:
     async with rig() as r:
         assert (await delete(r, spelled, "?model=other&adapter=lora"))[1]["id"] == meant
         assert r.plane.ended == [ConversationKey("default", "other", meant, "lora")]
+        url = URL(f"{r.url}/v1/conversations/{spelled}/touch", encoded=True)
+        async with r.http.post(url) as response:
+            assert (response.status, (await response.json())["id"]) == (200, meant)
+        async with r.http.put(URL(f"{r.url}/v1/conversations/{spelled}", encoded=True)) as response:
+            assert response.status == 405
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from kvplane.router.plane import Plane
 from kvplane.router.pool import EnginePool
 from kvplane.router.settings import RouterSettings
 
-_ONE = "/v1/conversations/{conversation_id}"
-_PATH = re.compile(r"/v1/conversations/.+")
+# aiohttp's own pattern leaves out braces.
+_ONE = "/v1/conversations/{conversation_id:[^/]+}"
+_PATH = re.compile(r"/v1/conversations/.+", re.DOTALL)
 _MOST_S = 86_400
 
 

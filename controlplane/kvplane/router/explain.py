@@ -256,7 +256,7 @@ class Explanations:
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         """Add the route."""
-        router.add_get(_PREFIX + "{request_id}", self._get)
+        router.add_get(_PREFIX + "{request_id:[^/]+}", self._get)
 
     async def _get(self, request: web.Request) -> web.Response:
         if not self._remote and not _from_here(request):

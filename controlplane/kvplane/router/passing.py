@@ -52,7 +52,7 @@ PASSED = (
     "/v1/audio/translations",
 )
 """Paths of POST requests; their bodies name a model, or leave it to the engine."""
-_STORED = "/v1/responses/{response_id}"
+_STORED = "/v1/responses/{response_id:[^/]+}"
 _FORM_MODEL = re.compile(rb'name="model"(?:\r\n[^\r\n]{1,256}){0,4}\r\n\r\n([^\r\n]{1,256})\r\n')
 _ASK_S = 2.0
 try:
