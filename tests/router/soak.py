@@ -60,8 +60,10 @@ async def _leave(r: Rig, number: int, rng: random.Random) -> str:
 async def disconnects(clients: int, *, at_once: int = 100, seed: int = 1) -> dict[str, Any]:
     """Have clients leave; returns what is left of them. Asserts that it is nothing."""
     rng = random.Random(seed)
-    prefill = [EngineConfig(EngineRole.PREFILL, prefill_s_per_token=0.0002) for _ in range(2)]
-    decode = [EngineConfig(EngineRole.DECODE, token_gap_s=0.005) for _ in range(2)]
+    prefill = [
+        EngineConfig(EngineRole.PREFILL, prefill_s_per_token=0.0002, total_blocks=1 << 16) for _ in range(2)
+    ]
+    decode = [EngineConfig(EngineRole.DECODE, token_gap_s=0.005, total_blocks=1 << 16) for _ in range(2)]
     async with rig(prefill=prefill, decode=decode) as r:
         for number in range(50):
             await r.say(long_text(100), f"c{number}")

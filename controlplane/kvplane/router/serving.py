@@ -390,10 +390,10 @@ class TurnServer:
         if turn.patience is not None and not turn.patience.expired():
             limit = turn.whole_s
             turn.patience.reschedule(None if limit is None else turn.arrived + limit)
-        await out.prepare(turn.request)
         calls = ToolCallScan()
         guard = StreamGuard(turn.api, self._cached_in_stream(turn))
         try:
+            await out.prepare(turn.request)
             calls.see(first)
             if passed := guard.passed(first):
                 await out.write(passed)
@@ -403,6 +403,9 @@ class TurnServer:
                     await out.write(passed)
             if passed := guard.rest():
                 await out.write(passed)
+            if calls.found:
+                self._await_tools(turn)
+            await out.write_eof()
         except (ConnectionError, aiohttp.ClientConnectionResetError):
             if turn.request.transport is None or turn.request.transport.is_closing():
                 self._metrics.disconnects.inc()
@@ -413,9 +416,6 @@ class TurnServer:
             self._pool.failed(engine, f"{type(error).__name__}: {error}")
             self._cut(turn, engine, f"{type(error).__name__}: {error}")
             return out
-        if calls.found:
-            self._await_tools(turn)
-        await out.write_eof()
         return out
 
     def _await_tools(self, turn: Turn) -> None:
