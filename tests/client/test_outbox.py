@@ -242,3 +242,35 @@ def test_announcements_sent_before_do_not_count_against_those_that_wait(outbox: 
     assert dropped == ids("new0", "new1")
     sent = [sent.request_id for sent in outbox.take()[0].announcements]
     assert sent == ids(*(f"old{n}" for n in range(10)), "new2", "new3", "new4", "new5")
+
+
+def test_what_is_condemned_is_asked_back_and_never_announced_again(outbox: Outbox, time: Time) -> None:
+    outbox.announce(announcement("sent"), expires_at=time.now + 480)
+    outbox.take()
+    outbox.announce(announcement("unsent"), expires_at=time.now + 480)
+    outbox.renew(RequestId("sent"), expires_at=time.now + 600)
+    assert outbox.condemn() == ids("unsent")
+    batch, _ = outbox.take()
+    assert (batch.announcements, batch.withdrawals, batch.renewals) == ([], ids("sent"), {})
+    outbox.restart()  # the next incarnation
+    batch, _ = outbox.take()
+    assert (batch.announcements, batch.withdrawals) == ([], ids("sent"))
+    outbox.announce(announcement("new"), expires_at=time.now + 480)
+    assert [sent.request_id for sent in outbox.take()[0].announcements] == ["new"]
+
+
+def test_nothing_to_condemn(outbox: Outbox) -> None:
+    assert outbox.condemn() == []
+    assert not outbox.urgent
+
+
+def test_what_a_reader_holds_or_has_ended_is_left_as_it_is(outbox: Outbox, time: Time) -> None:
+    for name in ("claimed", "ended"):
+        outbox.announce(announcement(name), expires_at=time.now + 480)
+    outbox.take()
+    outbox.withdraw(RequestId("claimed"))
+    outbox.withdrawn(RequestId("claimed"), ReleaseOutcome.CLAIMED)
+    outbox.ordered(RequestId("ended"))
+    outbox.take()
+    assert outbox.condemn() == []
+    assert outbox.take()[0].withdrawals == []

@@ -79,6 +79,24 @@ async def test_speaks_from_its_own_thread_and_hands_events_over() -> None:
         session.announce(announcement("b"), expires_at=time.monotonic() + 480)  # after the end: harmless
 
 
+async def test_a_new_incarnation_announces_nothing_of_the_old_one() -> None:
+    async with AttachPlane() as plane:
+        session = EngineSessionThread(plane.address, SPEC)
+        session.announce(announcement("old"), expires_at=time.monotonic() + 480)
+        session.start()
+
+        def announced(name: str) -> int:
+            return [announced.request_id for announced in plane.announced()].count(name)
+
+        await until(lambda: announced("old") == 1)
+        session.start_incarnation()
+        session.announce(announcement("new"), expires_at=time.monotonic() + 480)
+        await until(lambda: session.registration == Registration(2, 10.0, 480.0, 30.0))
+        await until(lambda: announced("new") >= 1)
+        assert announced("old") == 1
+        await closed(session)
+
+
 async def test_calls_return_at_once_with_nobody_listening() -> None:
     session = EngineSessionThread("127.0.0.1:1", SPEC)
     session.start()

@@ -16,7 +16,7 @@ from kvplane.client.errors import (
     InvalidFieldError,
     NotOwnerError,
 )
-from kvplane.client.turns import TurnsStream
+from kvplane.client.turns import SILENCE_S, TurnsStream
 from kvplane.v1 import location_pb2 as pb
 
 KEY = m.ConversationKey("t", "m", "c")
@@ -131,6 +131,41 @@ async def test_a_message_has_at_most_1024_operations(opened: list[TurnsStream]) 
     opened.append(turns := TurnsStream(fakes))
     await asyncio.gather(*(turns.begin_turn(KEY, f"r{number}") for number in range(2500)))
     assert [len(request.operations) for request in fakes.streams[0].sent] == [1024, 1024, 452]
+
+
+async def test_a_message_has_at_most_some_megabytes(opened: list[TurnsStream]) -> None:
+    fakes = Fakes(numbered)
+    opened.append(turns := TurnsStream(fakes))
+    chain = m.Fingerprint(64, bytes(1 << 20))
+    await asyncio.gather(*(turns.begin_turn(KEY, f"r{n}", fingerprint=chain) for n in range(40)))
+    sizes = [request.ByteSize() for request in fakes.streams[0].sent]
+    assert len(sizes) == 3
+    assert max(sizes) < 17 * 2**20
+
+
+async def test_a_stream_that_owes_answers_for_long_is_left(opened: list[TurnsStream]) -> None:
+    fakes = Fakes(lambda _: None, numbered)
+    opened.append(turns := TurnsStream(fakes))
+    with pytest.raises(ControlPlaneUnavailableError):
+        await turns.begin_turn(KEY, "r1", timeout_s=0.01)  # not silent for long enough to say so
+    assert len(fakes.streams) == 1
+    assert not fakes.streams[0].cancelled
+    asked = asyncio.create_task(turns.begin_turn(KEY, "r2", timeout_s=SILENCE_S + 5))
+    with pytest.raises(ControlPlaneUnavailableError):
+        await turns.begin_turn(KEY, "r3", timeout_s=SILENCE_S)
+    assert (await asked).turn  # on the next stream, with nobody's help
+    assert fakes.streams[0].cancelled
+    assert len(fakes.streams) == 2
+
+
+async def test_silence_without_anything_owed_is_no_silence(opened: list[TurnsStream]) -> None:
+    fakes = Fakes(numbered)
+    opened.append(turns := TurnsStream(fakes))
+    await turns.begin_turn(KEY, "r1")
+    fakes.streams[0].answer = lambda _: None
+    with pytest.raises(ControlPlaneUnavailableError):
+        await turns.begin_turn(KEY, "r2", timeout_s=0.05)
+    assert not fakes.streams[0].cancelled
 
 
 async def test_what_was_sent_without_answer_is_sent_once_more(opened: list[TurnsStream]) -> None:

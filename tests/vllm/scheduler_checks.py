@@ -316,6 +316,40 @@ def check_an_equal_prefix_is_pulled_once() -> None:
     assert "r" not in meta(s).reqs_to_recv
 
 
+def check_the_worker_declines_a_read_that_begins_too_late() -> None:
+    if not compat.DECLINES_LATE_READS:
+        return
+    s = scheduler("kv_producer")
+    made = request(offer(list(range(100))), 100)
+    s.on_new_request(made)
+    assert s.get_num_new_matched_tokens(made, 0)[0]
+    begin_by = -made.kv_transfer_params["remote_blocks_expiry_time"]
+    timeout_s = s._session.registration.claim_timeout_s
+    assert 0 < begin_by - under_test._clock() <= timeout_s
+    asked: list[Any] = []
+
+    def own_check(meta: Any) -> bool:
+        asked.append(meta)
+        return False
+
+    worker = SimpleNamespace(_is_turn2_read_expired=own_check)
+    compat.decline_late_reads(worker)
+
+    def late(deadline: float | None, blocks: Any = ((1,),)) -> bool:
+        remote = SimpleNamespace(blocks_expiry_time=deadline)
+        meta = SimpleNamespace(remote=remote, local_physical_block_ids=blocks)
+        return bool(worker._is_turn2_read_expired(meta))
+
+    now = under_test._clock()
+    assert not late(compat.read_by(now + 60))
+    assert late(compat.read_by(now))
+    assert not late(compat.read_by(now), ())  # only to tell the holder that it may free
+    assert asked == []
+    assert not late(None)
+    assert not late(now + 1000)  # a holder's own deadline is vLLM's to judge
+    assert len(asked) == 2
+
+
 def check_a_mismatch_has_the_holder_told() -> None:
     s = scheduler("kv_producer")
     made = request(offer([9999] * 200), 300, 1)

@@ -194,6 +194,23 @@ class Outbox:
                     holding.phase = _Phase.WITHDRAWING
                     self._withdraw[request_id] = None
 
+    def condemn(self) -> list[RequestId]:
+        """Announce nothing again of what is held now: its content is void. What is on record is asked back.
+
+        Returns the requests that were never sent and are forgotten.
+        """
+        with self._lock:
+            unsent = [request_id for request_id, holding in self._holdings.items() if not holding.sent]
+            for request_id in unsent:
+                self._drop(request_id)
+            for request_id, holding in self._holdings.items():
+                if holding.phase is _Phase.ON_RECORD:
+                    holding.phase = _Phase.WITHDRAWING
+                    self._withdraw[request_id] = None
+            self._announce.clear()
+            self._renew.clear()
+            return unsent
+
     def lost(self, batches: Iterable[Batch]) -> None:
         """Take back what was sent without an answer and is not said again by `restart`."""
         with self._lock:

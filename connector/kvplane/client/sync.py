@@ -126,7 +126,9 @@ class EngineSessionThread:
         return self._call(lambda: self._begin(work))
 
     def start_incarnation(self) -> None:
-        """Take all locations off the record by beginning a new incarnation; withdraw first."""
+        """Take all locations off the record by beginning a new incarnation, which announces none of them."""
+        for request_id in self._outbox.condemn():
+            self._events.append(ev.Dropped(request_id, "reset"))
         session = self._session
         if session is not None:
             self._call(session.start_incarnation)

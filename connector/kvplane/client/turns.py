@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -20,8 +20,12 @@ T = TypeVar("T")
 
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 1.0
+SILENCE_S = 1.0
+"""A stream that owes answers and gives none for so long is left for another, perhaps to another replica."""
 _MAX_OPERATIONS = 1024
 """In one message, as the API has it."""
+_MAX_BYTES = 16 * 1024 * 1024
+"""In one message; a single operation has at most about 1 MB."""
 _log = get_logger("kvplane.turns")
 
 
@@ -58,6 +62,8 @@ class TurnsStream:
         self._wake = asyncio.Event()
         self._run: asyncio.Task[None] | None = None
         self._answered = False
+        self._owing_since: float | None = None  # sent then, and nothing heard since
+        self._speaking: asyncio.Task[None] | None = None
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -187,10 +193,15 @@ class TurnsStream:
             raise from_status(result.error.code, result.error.message, result.error.reason)
         return result
 
-    @staticmethod
-    def _too_late(asked: _Asked, seconds: float) -> None:
+    def _too_late(self, asked: _Asked, seconds: float) -> None:
         if not asked.answer.done():
             asked.answer.set_exception(ControlPlaneUnavailableError(f"no answer within {seconds:g} s"))
+        since = self._owing_since
+        if since is not None and self._speaking is not None:
+            silent_s = asyncio.get_running_loop().time() - since
+            if silent_s >= SILENCE_S:  # a server may hang while its connection lives
+                self._owing_since = None
+                self._speaking.cancel()
 
     def _fail_all(self, error: ControlPlaneError) -> None:
         for asked in self._asked.values():
@@ -203,8 +214,15 @@ class TurnsStream:
         while True:
             await self._wake.wait()
             self._answered = False
+            self._speaking = asyncio.get_running_loop().create_task(self._live(), name="turns-read")
             try:
-                await self._live()
+                await asyncio.shield(self._speaking)
+            except asyncio.CancelledError:
+                if not self._speaking.cancelled():
+                    self._speaking.cancel()
+                    await asyncio.gather(self._speaking, return_exceptions=True)
+                    raise
+                self._ask_again(ControlPlaneUnavailableError(f"no answers for {SILENCE_S:g} s"))
             except ControlPlaneError as error:
                 self._ask_again(error)
             except Exception as error:  # a fault of ours must not leave callers waiting for good
@@ -229,14 +247,14 @@ class TurnsStream:
 
     async def _live(self) -> None:
         """Speak on one stream until it ends. Raises a ControlPlaneError."""
-        stream = self._open_stream()
+        stream, self._owing_since = self._open_stream(), None
         writer = asyncio.get_running_loop().create_task(self._write(stream), name="turns-write")
         try:
             while True:
                 message = await stream.read()
                 if message is grpc.aio.EOF:
                     break
-                self._answered = True
+                self._answered, self._owing_since = True, None
                 for result in message.results:
                     asked = self._asked.get(result.id)
                     if asked is not None and not asked.answer.done():
@@ -257,8 +275,22 @@ class TurnsStream:
                 self._wake.clear()
                 waiting, self._waiting = self._waiting, []
                 due = [asked for asked in waiting if not asked.answer.done()]
-                for first in range(0, len(due), _MAX_OPERATIONS):
-                    some = due[first : first + _MAX_OPERATIONS]
-                    for asked in some:
-                        asked.tries += 1
-                    await stream.write(pb.TurnsRequest(operations=[asked.operation for asked in some]))
+                for message in _messages(due):
+                    if self._owing_since is None:
+                        self._owing_since = asyncio.get_running_loop().time()
+                    await stream.write(message)
+
+
+def _messages(due: list[_Asked]) -> Iterator[pb.TurnsRequest]:
+    """Put operations into messages of the number and size that the API takes."""
+    operations, size = list[pb.TurnsOperation](), 0
+    for asked in due:
+        bytes_ = asked.operation.ByteSize()
+        if operations and (len(operations) == _MAX_OPERATIONS or size + bytes_ > _MAX_BYTES):
+            yield pb.TurnsRequest(operations=operations)
+            operations, size = [], 0
+        asked.tries += 1
+        operations.append(asked.operation)
+        size += bytes_
+    if operations:
+        yield pb.TurnsRequest(operations=operations)

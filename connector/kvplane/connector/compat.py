@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 try:
@@ -32,19 +33,56 @@ except ImportError:
             f" run with these versions of vLLM: {', '.join(RUN_WITH)}"
         ) from error
 
+try:  # since workers decline reads of KV that is about to go
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+
+    DECLINES_LATE_READS = hasattr(NixlPullConnectorWorker, "_is_turn2_read_expired")
+except ImportError:
+    DECLINES_LATE_READS = False
+"""Whether a worker looks once more, right before a read, whether the KV is still there."""
+
 __all__ = [
+    "DECLINES_LATE_READS",
     "RUN_WITH",
     "ConnectorBase",
     "SchedulerBase",
     "call_if_there",
+    "decline_late_reads",
     "layer_specs",
     "order_leases",
     "quiet_releases",
+    "read_by",
     "settled_tokens",
     "transfer_groups",
     "transferred",
     "vllm_version",
 ]
+
+
+def read_by(deadline: float) -> float:
+    """Return a remote_blocks_expiry_time that says: by this engine's own clock, begin no later than then.
+
+    It is for this engine's worker alone, see `decline_late_reads`. A holder's clock is never below zero.
+    """
+    return -deadline
+
+
+def decline_late_reads(worker: Any) -> None:
+    """Have a worker decline a read that begins later than `read_by` said.
+
+    vLLM's own check goes by the holder's deadline as it was when the turn ended; renewals move that.
+    """
+    if worker is None or not DECLINES_LATE_READS:
+        return
+    is_expired = worker._is_turn2_read_expired
+
+    def is_late(meta: Any) -> bool:
+        deadline = getattr(meta.remote, "blocks_expiry_time", None)
+        if deadline is None or deadline >= 0:
+            return bool(is_expired(meta))
+        return bool(meta.local_physical_block_ids) and time.perf_counter() >= -deadline
+
+    worker._is_turn2_read_expired = is_late
 
 
 def settled_tokens(request: Any) -> int:

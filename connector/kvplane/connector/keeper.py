@@ -238,10 +238,7 @@ class Keeper:
             self._retention.relieve(free_blocks, wanted_blocks=wanted_blocks, spare=owner)
         for request_id in self._leases.idle():
             self._idle(request_id)
-        for request_id in self._retention.take_withdrawals():
-            self.counts["withdrawn"] += 1
-            if not self._session.withdraw(RequestId(request_id)):
-                self._retention.withdrawn(request_id, claimed=False)
+        self._ask_back()
         self._summarize()
         deadlines, now = self._leases.take_deadlines(), self._monotonic()
         deadlines.update((request_id, now) for request_id in self._retention.take_frees())
@@ -264,11 +261,16 @@ class Keeper:
                 self._over(request_id, read=in_time and state is not State.FREEING)
 
     def reset(self) -> bool:
-        """Forget everything retained: its KV is no longer what new KV will be. False while any is held."""
+        """Forget everything retained: its KV is no longer what new KV will be. False while any is held.
+
+        There may be no step for long. So all is asked back here and now: the next incarnation announces again
+        what this one still has on record.
+        """
         held = len(self._retention)
         if held:
             _log.info("cache_reset_requested", held=held)
             self._retention.withdraw_all()
+            self._ask_back()
         self._session.start_incarnation()
         return held == 0
 
@@ -278,6 +280,12 @@ class Keeper:
         self._session.set_load(
             EngineLoad(running, waiting, free_blocks, retention.held_blocks, len(retention))
         )
+
+    def _ask_back(self) -> None:
+        for request_id in self._retention.take_withdrawals():
+            self.counts["withdrawn"] += 1
+            if not self._session.withdraw(RequestId(request_id)):
+                self._retention.withdrawn(request_id, claimed=False)
 
     def _refusal(self, turn: FinishedTurn) -> str:
         if self._fenced:

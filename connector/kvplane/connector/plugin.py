@@ -36,7 +36,9 @@ class KVPlaneConnector(compat.ConnectorBase):  # type: ignore[misc]  # vLLM is n
         if role == KVConnectorRole.SCHEDULER:
             self._kvplane = KVPlaneConnectorScheduler(vllm_config, self.engine_id, kv_cache_config)
             self.connector_scheduler = self._kvplane
-        elif vllm_config.kv_transfer_config.kv_role == "kv_consumer":
+            return
+        compat.decline_late_reads(self.connector_worker)
+        if vllm_config.kv_transfer_config.kv_role == "kv_consumer":
             compat.quiet_releases(self.connector_worker)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:

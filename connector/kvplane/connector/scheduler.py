@@ -357,6 +357,7 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
             return None, False
         if self._ledger.may_pull(request_id):
             self._verify(request)
+            self._read_in_time(request_id, params)
             if not (self.use_host_buffer and params.get("remote_block_ids")):
                 matched = super().get_num_new_matched_tokens(request, local_tokens)
         self._ledger.asked(request_id, local_tokens, matched[0] or 0)
@@ -445,11 +446,20 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
             self._fault("verify", error)
             return PullPlan(0, None, Outcome.NO_FINGERPRINT, "fault")
 
+    def _read_in_time(self, request_id: str, params: dict[str, Any]) -> None:
+        """Have the worker decline a read that would begin after the claim behind it is over."""
+        if compat.DECLINES_LATE_READS and offers_blocks(params):
+            begin_by = _clock() - self._ledger.waited(request_id) + self._claim_timeout_s
+            params["remote_blocks_expiry_time"] = compat.read_by(begin_by)
+
     def _too_late(self, request_id: str) -> bool:
         """Whether the claim behind a request may end before its read does: a third of it is the margin."""
+        return self._ledger.waited(request_id) > self._claim_timeout_s * 2 / 3
+
+    @property
+    def _claim_timeout_s(self) -> float:
         registration = self._session.registration if self._session is not None else None
-        claim_timeout_s = registration.claim_timeout_s if registration is not None else 30.0
-        return self._ledger.waited(request_id) > claim_timeout_s * 2 / 3
+        return registration.claim_timeout_s if registration is not None else 30.0
 
     def _fault(self, where: str, error: Exception) -> None:
         """A fault of kvplane's costs reuse, never a request; logged once per place."""
