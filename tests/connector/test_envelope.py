@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplane.client.model import ConversationKey, Fingerprint
-from kvplane.connector.envelope import Envelope, Promise, read_envelope, read_promise
+from kvplane.connector.envelope import Envelope, Promise, is_id, read_envelope, read_promise, salted_id
 
 GOOD = {
     "tenant_id": "t",
@@ -109,3 +109,18 @@ def test_what_helps_to_learn_is_read() -> None:
 )
 def test_what_only_helps_to_learn_is_left_out_where_malformed(name: str, value: object) -> None:
     assert read_envelope({"kvplane": {**GOOD, name: value}}) == read_envelope({"kvplane": GOOD})
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(is_id), st.text(min_size=1))
+def test_a_salted_id_is_an_id(conversation_id: str, salt: str) -> None:
+    salted = salted_id(conversation_id, salt)
+    assert is_id(salted)
+    assert salted == salted_id(conversation_id, salt)
+    assert len(salted.rpartition("#")[2]) == 32
+
+
+def test_salted_ids_are_as_different_as_what_they_are_made_of() -> None:
+    ids = ["a", "ab", "b", "é" * 128, "é" * 127 + "ab", "x" * 256, "x" * 255 + "y"]
+    made = {salted_id(name, salt) for name in ids for salt in ("s", "t", "bs", "\ud800")}
+    assert len(made) == 4 * len(ids)
+    assert salted_id("a", "s").startswith("a#")

@@ -17,6 +17,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvplane.client.model import ConversationKey, Registration
 from kvplane.connector import compat
 from kvplane.connector import scheduler as under_test
+from kvplane.connector.engine import conversation_key
 from kvplane.connector.envelope import read_envelope
 from tests.connector.asked import Session, location
 from tests.vllm.runner import run
@@ -132,6 +133,23 @@ def check_conversations_are_named_by_session_or_found_by_prompt() -> None:
     ((key, fingerprint),) = client(s).begun
     assert key == ConversationKey("default", "tiny", "")
     assert (fingerprint.chunk_tokens, len(fingerprint.chain)) == (64, 8 * 4)
+
+
+def check_users_told_apart_by_a_salt_do_not_share_a_conversation() -> None:
+    def key_of(**more: Any) -> ConversationKey:
+        key = conversation_key("default", "tiny", request(more.pop("params", STOCK), **more))
+        assert key is not None
+        return key
+
+    assert key_of(session_id="c") == KEY == key_of(params=NAMED)
+    ours, theirs = (key_of(session_id="c", cache_salt=salt) for salt in ("us", "them"))
+    assert len({KEY, ours, theirs}) == 3
+    assert ours == key_of(params=NAMED, cache_salt="us")
+    assert ours.conversation_id.startswith("c#")
+    assert key_of(cache_salt="us").conversation_id == "", "found by its prompt, which the salt is part of"
+    s = prefill()
+    assert answered(s, request(STOCK, session_id="c", cache_salt="us")) == (0, False)
+    assert KEY in client(s).locations
 
 
 def check_a_router_of_ours_has_asked_already() -> None:

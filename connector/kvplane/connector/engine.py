@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import (
 from kvplane.client.model import ConversationKey, EngineId, EngineProfile, EngineRole, EngineSpec
 from kvplane.connector import compat
 from kvplane.connector.config import ConfigError, ConnectorConfig
-from kvplane.connector.envelope import is_id
+from kvplane.connector.envelope import is_id, salted_id
 from kvplane.connector.fingerprint import Context, Item, NamedTokens
 from kvplane.connector.groups import CacheLayout, Group
 from kvplane.connector.settings import digest, kv_settings
@@ -249,11 +249,14 @@ def _kv_dtype(vllm_config: Any) -> str:
 def conversation_key(tenant_id: str, model: str, request: Any) -> ConversationKey | None:
     """Return whose turn a request is, with an empty conversation_id if it does not say; None if unusable.
 
-    The id is `conversation_id` in its kv_transfer_params, else the `session_id` that vLLM's API takes. The
-    engine does not know under which of its names the model was asked for.
+    The id is `conversation_id` in its kv_transfer_params, else the `session_id` that vLLM's API takes; with a
+    `cache_salt`, which tells users apart, it is an id of that salt's own (see `salted_id`). The engine does
+    not know under which of its names the model was asked for.
     """
     ids = ((request.kv_transfer_params or {}).get("conversation_id"), getattr(request, "session_id", None))
     conversation_id = next((str(value) for value in ids if is_id(value)), "")
+    if conversation_id and request.cache_salt:
+        conversation_id = salted_id(conversation_id, request.cache_salt)
     adapter = request.lora_request.lora_name if request.lora_request is not None else ""
     if not is_id(model) or (adapter and not is_id(adapter)):
         return None

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from hashlib import blake2b
 from typing import Any, TypeGuard
 
 from kvplane.client.model import ConversationKey, Fingerprint
@@ -20,6 +21,7 @@ SETTINGS = "kvplane_settings"
 """Name of the member of kv_transfer_params that says what settings a holder's KV was made with (a digest)."""
 
 _MAX_ID_BYTES = 256
+_SALT_DIGITS = 32
 _MAX_ENDPOINT_BYTES = 2048
 _MAX_CHUNK_TOKENS = 65536
 _MAX_CHAIN_BYTES = 1 << 20
@@ -121,6 +123,17 @@ def _body(params: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 def is_id(value: object) -> bool:
     """Whether a value is an id as the control plane takes them: a string of 1 to 256 bytes."""
     return isinstance(value, str) and 0 < _size(value) <= _MAX_ID_BYTES
+
+
+def salted_id(conversation_id: str, salt: str) -> str:
+    """Return a conversation's id among those of one cache salt: another for each salt, an id as well.
+
+    The id, "#" and 32 hex digits of a hash over both; an id of more than 223 bytes is cut to make room.
+    """
+    raw = conversation_id.encode()
+    both = len(raw).to_bytes(4, "big") + raw + salt.encode("utf-8", "surrogatepass")
+    digest = blake2b(both, digest_size=_SALT_DIGITS // 2).hexdigest()
+    return f"{raw[: _MAX_ID_BYTES - 1 - _SALT_DIGITS].decode(errors='ignore')}#{digest}"
 
 
 def _is_count(value: object) -> TypeGuard[int]:
