@@ -36,8 +36,8 @@ def _tasks() -> Counter[str]:
 async def _leave(r: Rig, number: int, rng: random.Random) -> str:
     """Send a request and close the connection at some moment, perhaps not before the end."""
     body = chat(
-        long_text(rng.choice((5, 200)), f"c{number % 50}-"),
-        conversation=f"c{number % 50}",
+        long_text(rng.choice((5, 200)), f"c{number}-"),
+        conversation=f"c{number}",
         stream=rng.random() < 0.7,
         max_tokens=rng.choice((1, 8, 30)),
     )
@@ -65,8 +65,9 @@ async def disconnects(clients: int, *, at_once: int = 100, seed: int = 1) -> dic
     ]
     decode = [EngineConfig(EngineRole.DECODE, token_gap_s=0.005, total_blocks=1 << 16) for _ in range(2)]
     async with rig(prefill=prefill, decode=decode) as r:
-        for number in range(50):
-            await r.say(long_text(100), f"c{number}")
+        # One conversation each: fake engines free a turn that a newer one replaces, claimed or not.
+        for number in range(clients):
+            await r.say(long_text(100), f"c{number}", max_tokens=1)
         before = _tasks()
         room = asyncio.Semaphore(at_once)
 
