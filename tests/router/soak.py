@@ -114,11 +114,15 @@ class Outcomes:
     kills: int = 0
 
 
-async def kills(streams: int, *, seconds: float, every_s: float, seed: int = 1) -> Outcomes:
+async def kills(
+    streams: int, *, seconds: float, every_s: float, token_gap_s: float = 0.02, seed: int = 1
+) -> Outcomes:
     """Keep streams open while engines are killed. Asserts that only streams of killed engines are lost."""
     rng = random.Random(seed)
     prefill = [EngineConfig(EngineRole.PREFILL) for _ in range(2)]
-    decode = [EngineConfig(EngineRole.DECODE, token_gap_s=0.02, total_blocks=1 << 16) for _ in range(3)]
+    decode = [
+        EngineConfig(EngineRole.DECODE, token_gap_s=token_gap_s, total_blocks=1 << 16) for _ in range(3)
+    ]
     out = Outcomes()
     opened: dict[str, bool] = {}
     loop = asyncio.get_running_loop()
@@ -193,7 +197,9 @@ def main() -> None:
     if given.what == "disconnects":
         print(asyncio.run(disconnects(given.clients, seed=given.seed)))
         return
-    out = asyncio.run(kills(given.streams, seconds=given.seconds, every_s=given.every, seed=given.seed))
+    # Engines, router and clients share one process: more tokens per second would measure its lag.
+    options = {"seconds": given.seconds, "every_s": given.every, "token_gap_s": 0.25}
+    out = asyncio.run(kills(given.streams, **options, seed=given.seed))
     print(
         f"{out.whole} streams whole, {len(out.lost)} lost, {len(out.refused)} refused; {out.kills} kills"
         f" under {len(out.killed_under)} open requests"
