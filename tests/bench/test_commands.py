@@ -61,6 +61,25 @@ def test_what_cannot_work_is_refused_in_one_line(arguments: tuple[str, ...], sai
     assert said in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("command", "flag", "value"),
+    [
+        ("retention", "--max-ttl", "inf"),
+        ("retention", "--max-ttl", "1e9"),
+        ("retention", "--ms-per-token", "inf"),
+        ("retention", "--block-tokens", "99999999999999999999"),
+        ("router", "--seconds", "inf"),
+        ("router", "--streams", "1000000000"),
+    ],
+)
+def test_a_number_that_nothing_can_be_measured_with_is_refused(command: str, flag: str, value: str) -> None:
+    done = bench(command, *([__file__] if command == "retention" else ()), flag, value)
+    assert done.returncode == 2
+    assert f"'{flag}'" in done.stderr
+    assert "less than or equal to" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("flag", ["--json", "--profile"])
 def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(flag: str, tmp_path: Path) -> None:
     path = tmp_path / "no" / "file"

@@ -134,6 +134,7 @@ def test_all_of_it_runs() -> None:
         ("=run {port}", "NAME=COMMAND"),
         ("name=", "NAME=COMMAND"),
         ("name=run", "does not say {port}"),
+        ("name=run 'x {port}", "no closing quotation"),
     ],
 )
 def test_peers_are_checked(text: str, problem: str) -> None:
@@ -141,9 +142,10 @@ def test_peers_are_checked(text: str, problem: str) -> None:
         systems.peer(text)
 
 
-def test_a_placeholder_nobody_knows_is_named() -> None:
-    with pytest.raises(BenchError, match=r"prefil.*known are"):
-        systems.peer("name=run {port} {prefil}").filled(1, mock.Engines(2, 3))
+@pytest.mark.parametrize("part", ["{prefil}", "{0}", "{port.x}", "{port[0]}", "{port!x}", "{"])
+def test_a_placeholder_nobody_knows_is_named(part: str) -> None:
+    with pytest.raises(BenchError, match=r"--peer name: cannot fill in .*known are"):
+        systems.peer(f"name=run {{port}} {part}").filled(1, mock.Engines(2, 3))
 
 
 @pytest.mark.parametrize(

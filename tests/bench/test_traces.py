@@ -45,6 +45,8 @@ def test_reads_lines_plain_and_packed(tmp_path: Path) -> None:
     ("line", "said"),
     [
         ("{", "line 2: not JSON"),
+        ("[" * 100_000, "line 2: nested too deeply"),
+        ({**GOOD, "output_length": 10**400}, f"line 2: output_length: 1{'0' * 39}… is out of range"),
         ("[1]", "line 2: not a JSON object"),
         ({**GOOD, "timestamp": "0"}, "line 2: timestamp: not a number"),
         ({**GOOD, "timestamp": True}, "line 2: timestamp: not a number"),
@@ -81,6 +83,9 @@ def test_files_that_are_no_traces(tmp_path: Path) -> None:
     cut = tmp_path / "cut.gz"
     cut.write_bytes(gzip.compress(b"x" * 1000)[:20])
     with pytest.raises(TraceError, match="compressed file ended"):
+        read(cut)
+    cut.write_bytes(gzip.compress(b"x")[:10] + b"\xff" * 20)
+    with pytest.raises(TraceError, match="while decompressing"):
         read(cut)
 
 

@@ -29,7 +29,7 @@ _SAVED_TARGET = 0.95
 def bench_retention(
     trace: Annotated[Path, typer.Argument(help="Trace in Mooncake's format, JSON lines; may be gzip's.")],
     max_ttl: Annotated[
-        float, typer.Option(help="Longest lease in seconds, which all is compared with.", min=1)
+        float, typer.Option(help="Longest lease in seconds, which all is compared with.", min=1, max=1e7)
     ] = 480,
     budget: Annotated[
         int | None,
@@ -37,10 +37,14 @@ def bench_retention(
             help="Blocks that may be retained at once; beyond, turns are given up. Default: no bound.", min=1
         ),
     ] = None,
-    block_tokens: Annotated[int, typer.Option(help="Tokens per block of the trace.", min=1)] = BLOCK_TOKENS,
+    block_tokens: Annotated[
+        int, typer.Option(help="Tokens per block of the trace.", min=1, max=10**9)
+    ] = BLOCK_TOKENS,
     ms_per_token: Annotated[
         float,
-        typer.Option(help="Time a reply takes for each token; a turn is retained from its end on.", min=0),
+        typer.Option(
+            help="Time a reply takes for each token; a turn is retained from its end on.", min=0, max=1e6
+        ),
     ] = MS_PER_TOKEN,
     seed: Annotated[int, typer.Option(help="Of what adaptive leases leave to chance.")] = 0,
     json: Annotated[Path | None, typer.Option("--json", help="Also write all figures to this file.")] = None,

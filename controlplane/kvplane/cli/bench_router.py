@@ -27,11 +27,15 @@ def bench_router(
             " and {decode} (or {prefill_port}, {decode_port}) where they go. May be repeated."
         ),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="Length of each measured stretch.", min=0.05)] = 3.0,
+    seconds: Annotated[
+        float, typer.Option(help="Length of each measured stretch.", min=0.05, max=3600)
+    ] = 3.0,
     rounds: Annotated[
         int, typer.Option(help="Times each is measured, in turn with the others; medians are shown.", min=1)
     ] = 5,
-    streams: Annotated[int, typer.Option(help="Streams held open for the memory's figure.", min=1)] = 1000,
+    streams: Annotated[
+        int, typer.Option(help="Streams held open for the memory's figure.", min=1, max=50_000)
+    ] = 1000,
     json: Annotated[Path | None, typer.Option("--json", help="Also write all figures to this file.")] = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Also draw the comparison, as .svg or .png.")

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ LINES = 2
 """Lines of requests that may have a block in common before it says nothing of who continues whom."""
 _GZIP = b"\x1f\x8b"
 _MOST = 2**53
+_SHOWN = 40
+"""Characters of a wrong value that are shown."""
 
 
 class TraceError(ValueError):
@@ -92,7 +95,7 @@ def read(
                     requests.append(_request(line, f"{path}, line {number}", block_tokens))
                     if len(requests) > 1 and requests[-1].timestamp_ms < requests[-2].timestamp_ms:
                         raise TraceError(f"{path}, line {number}: timestamp: earlier than the line before")
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise TraceError(f"{path}: {reason[:1].lower()}{reason[1:]}") from None
     if not requests:
@@ -111,6 +114,8 @@ def _request(line: bytes, where: str, block_tokens: int) -> Request:
         members = json.loads(line)
     except ValueError:
         raise TraceError(f"{where}: not JSON") from None
+    except RecursionError:
+        raise TraceError(f"{where}: nested too deeply") from None
     if not isinstance(members, dict):
         raise TraceError(f"{where}: not a JSON object")
     timestamp = _number(members, "timestamp", where, whole=False)
@@ -135,7 +140,8 @@ def _number(members: dict[str, Any], field: str, where: str, *, whole: bool = Tr
     if type(value) is not int and (whole or type(value) is not float):
         raise TraceError(f"{where}: {field}: not a {'whole ' if whole else ''}number")
     if not 0 <= value <= _MOST:
-        raise TraceError(f"{where}: {field}: {value} is out of range")
+        shown = str(value)
+        raise TraceError(f"{where}: {field}: {shown[:_SHOWN]}{'…' * (len(shown) > _SHOWN)} is out of range")
     return float(value)
 
 

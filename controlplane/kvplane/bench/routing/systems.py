@@ -46,7 +46,7 @@ class System:
         }
         try:
             return [part.format(**values) for part in self.command]
-        except (KeyError, IndexError, ValueError) as error:
+        except (LookupError, ValueError, AttributeError, TypeError) as error:
             known = ", ".join(f"{{{name}}}" for name in values)
             raise BenchError(f"--peer {self.name}: cannot fill in {error}; known are {known}") from None
 
@@ -67,7 +67,10 @@ BARE_PROXY = System(
 def peer(text: str) -> System:
     """Return the router that NAME=COMMAND describes. Raises BenchError."""
     name, separator, command = text.partition("=")
-    parts = tuple(shlex.split(command))
+    try:
+        parts = tuple(shlex.split(command))
+    except ValueError as error:
+        raise BenchError(f"--peer {text}: {str(error).lower()}") from None
     if not separator or not name.strip() or not parts:
         raise BenchError(
             f"--peer {text}: write it as NAME=COMMAND, with {{port}}, {{prefill}} and {{decode}}"
