@@ -16,7 +16,7 @@ from kvplane.controlplane.turns import BegunTurn
 from kvplane.store.base import Put
 from kvplane.store.memory import MemoryStore
 from kvplane.store.testing import ManualClock, settle
-from tests.controlplane.harness import Rig, SharedStore, announcement, key, replica
+from tests.controlplane.harness import Rig, SharedStore, announcement, key, replica, running
 from tests.controlplane.wire import SPEC, Wire
 
 CHUNK = 4
@@ -335,3 +335,20 @@ async def test_without_a_fingerprint_an_id_is_needed(wire: Wire) -> None:
         await wire.client.begin_turn(
             cm.ConversationKey("", "m", ""), "r", fingerprint=cm.Fingerprint(64, b"x" * 8)
         )
+
+
+async def test_notes_of_turns_begun_by_prompt_are_bounded_as_conversations_are() -> None:
+    async with running(m.Settings(max_conversations=20)) as rig:
+        engine = await rig.engine()
+        await retain(rig, engine, "q", TOKENS, key("c"))
+        begun = {number: await begin(rig, f"r{number}", TOKENS) for number in range(60)}
+        assert {turn.key for turn in begun.values()} == {key("c")}
+        assert await noted(rig) == {keys.begun(SCOPE, f"r{number}") for number in range(60)}
+        await rig.clock.advance(0.5)
+        assert await noted(rig) == {keys.begun(SCOPE, f"r{number}") for number in range(40, 60)}
+        assert (await begin(rig, "r59", TOKENS)).turn == begun[59].turn, "still idempotent"
+
+
+async def noted(rig: Rig) -> set[bytes]:
+    """Return the keys of the notes in the store."""
+    return {item.key for item in (await rig.store.scan(keys.BEGUN)).items}

@@ -52,10 +52,12 @@ class Sweeper:
         self._claims: list[tuple[int, bytes]] = []
         self._is_postponed = False
         self._conversations: OrderedDict[bytes, None] = OrderedDict()
+        self._begun: OrderedDict[bytes, None] = OrderedDict()
         self._over: dict[tuple[str, int], int] = {}
         mirror.listen(keys.LOCATIONS, self._on_location)
         mirror.listen(keys.CLAIMS, self._on_claim)
-        mirror.listen(keys.TURNS, self._on_turns)
+        mirror.listen(keys.TURNS, lambda event: _note(self._conversations, event))
+        mirror.listen(keys.BEGUN, lambda event: _note(self._begun, event))
         mirror.listen(keys.ENGINES, self._on_engine)
 
     def _on_location(self, event: Event) -> None:
@@ -67,13 +69,6 @@ class Sweeper:
         if event.current is not None:
             ends = records.claim_deadline_ms(event.current.value) + self._settings.claim_grace_s * 1000
             heapq.heappush(self._claims, (round(ends), event.key))
-
-    def _on_turns(self, event: Event) -> None:
-        if event.current is None:
-            self._conversations.pop(event.key, None)
-        else:
-            self._conversations[event.key] = None
-            self._conversations.move_to_end(event.key)
 
     def _on_engine(self, event: Event) -> None:
         """Note which incarnations are over: all below the current one, or all up to the one that went."""
@@ -128,11 +123,21 @@ class Sweeper:
         await self._releases.time_out_claim(store_key.removeprefix(keys.CLAIMS).decode())
 
     async def _make_room(self) -> bool:
-        while len(self._conversations) > self._settings.max_conversations:
-            key, _ = self._conversations.popitem(last=False)
-            if not await self._try(self._releases.evict(key)):
-                self._conversations[key] = None
-                self._conversations.move_to_end(key, last=False)
+        return await self._bound(self._conversations, self._releases.evict) and await self._bound(
+            # They go after a minute, but a flood of requests that name no conversation leaves one each.
+            self._begun,
+            self._releases.forget_begun,
+        )
+
+    async def _bound(
+        self, known: OrderedDict[bytes, None], forget: Callable[[bytes], Awaitable[object]]
+    ) -> bool:
+        """Forget the oldest of some records as long as there are more than `max_conversations`."""
+        while len(known) > self._settings.max_conversations:
+            key, _ = known.popitem(last=False)
+            if not await self._try(forget(key)):
+                known[key] = None
+                known.move_to_end(key, last=False)
                 return False
         return True
 
@@ -161,3 +166,12 @@ class Sweeper:
         except Exception:
             log.exception("record_not_swept")  # one bad record is no reason to leave the others
         return True
+
+
+def _note(known: OrderedDict[bytes, None], event: Event) -> None:
+    """Keep the keys of a kind of record in the order in which they were written last."""
+    if event.current is None:
+        known.pop(event.key, None)
+    else:
+        known[event.key] = None
+        known.move_to_end(event.key)

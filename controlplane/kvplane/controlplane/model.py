@@ -111,7 +111,7 @@ class Settings:
 
     For stores shared with other replicas."""
     max_conversations: int = 1_000_000
-    """Conversations on record; beyond it the oldest go."""
+    """Conversations on record, and notes of turns begun by fingerprint; beyond it the oldest of each go."""
 
     @property
     def claim_life_s(self) -> float:

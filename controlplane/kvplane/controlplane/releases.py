@@ -160,6 +160,10 @@ class Releases:
 
         await self._ledger.decide(attempt)
 
+    async def forget_begun(self, begun_key: bytes) -> None:
+        """Forget of which conversation a request by fingerprint is: repeated, it begins another turn."""
+        await self._ledger.decide(lambda: Decision(None, [], [Delete(begun_key)]))
+
     async def expire_location(self, store_key: bytes) -> bool:
         """End the location at a store key if its deadline has come; its engine is told. True if it ended."""
         if self._ledger.mirror.get(store_key) is None:
