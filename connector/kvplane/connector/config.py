@@ -110,6 +110,7 @@ def read_config(
 
 
 def _address(value: str) -> str:
+    value = _unicode("kvplane_address", value)
     try:
         return checked_address(value)
     except ValueError as error:
@@ -185,8 +186,8 @@ def _number(given: Mapping[str, Any], key: str, default: float, most: int) -> fl
 
 
 def _tenant_id(value: str) -> str:
-    if not 0 < len(value.encode(errors="replace")) <= 256:
-        raise ConfigError("kvplane_tenant_id: not of 1 to 256 bytes")
+    if not 0 < len(value.encode()) <= 256:
+        raise ConfigError("kvplane_tenant_id: not of 1 to 256 bytes in UTF-8")
     return value
 
 
@@ -194,4 +195,13 @@ def _text(given: Mapping[str, Any], key: str, default: str = "") -> str:
     value = given.get(key, default)
     if not isinstance(value, str):
         raise ConfigError(f"{key}: {value!r} is not a string")
-    return value.strip()
+    return _unicode(key, value.strip())
+
+
+def _unicode(key: str, value: str) -> str:
+    """Refuse lone surrogates: JSON lets them through, gRPC and HTTP take no such text."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{key}: {value!r} is not valid Unicode") from None
+    return value
