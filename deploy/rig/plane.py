@@ -73,19 +73,24 @@ class Router(RigProcess):
             ready_url=f"{self.url}/health",
         )
 
-    def wait_engines(self, timeout: float = 60.0) -> None:
+    def wait_engines(self, timeout: float = 60.0, *, announcing: bool = True) -> None:
         """Block until the router has seen every engine answer and has no other problem.
 
-        `timeout` is in seconds. Raises RigError with what the router names as its problems.
+        `timeout` is in seconds. With `announcing` False it is enough that they answer: vLLM's own connector
+        announces nothing, which the router rightly calls a problem. Raises RigError with what the router
+        names as its problems.
         """
         deadline = time.monotonic() + timeout
-        while problems := self.problems():
+        while problems := self.problems(announcing=announcing):
             if time.monotonic() > deadline:
                 raise RigError(f"the router is not ready: {'; '.join(problems)}\n{self.log_tail()}")
             time.sleep(0.25)
 
-    def problems(self) -> list[str]:
-        """What the router's /ready page complains about now; empty when all is well."""
+    def problems(self, *, announcing: bool = True) -> list[str]:
+        """What the router's /ready page complains about now; empty when all is well.
+
+        With `announcing` False, only which engines do not answer.
+        """
         try:
             with urllib.request.urlopen(f"{self.url}/ready", timeout=5.0) as answer:
                 page = json.load(answer)
@@ -94,6 +99,9 @@ class Router(RigProcess):
                 page = json.load(error)
         except OSError as error:
             return [f"no answer: {error}"]
+        if not announcing:
+            engines: dict[str, str] = page["prefill"] | page["decode"]
+            return [f"{url} is {state}" for url, state in engines.items() if state != "up"]
         found: list[str] = page["problems"]
         return found if found or page["ready"] else ["not ready"]
 

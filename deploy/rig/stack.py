@@ -88,7 +88,7 @@ class Stack:
                         progress(name, waited, line)
 
                 program.wait_ready(timeout, report)
-            self.plane.wait_engines()
+            self.plane.wait_engines(announcing=self.decode.settings.connector == "kvplane")
             self._stops = undo.pop_all()
 
     def stop(self) -> None:

@@ -31,6 +31,7 @@ class Core(EngineCoreProc):  # type: ignore[misc]  # vLLM is not there when this
 
     def __init__(self, role: str = "kv_consumer") -> None:
         self.calls: list[str] = []
+        self.asked_back: list[str] = []
         self.shutdown_state = EngineShutdownState.RUNNING
         self.model_executor = SimpleNamespace(
             collective_rpc=lambda method, *_: self.calls.append(str(method)),
@@ -52,21 +53,21 @@ class Core(EngineCoreProc):  # type: ignore[misc]  # vLLM is not there when this
 def core_with_a_turn() -> Core:
     core = Core()
     assert core.connector._watch.found
+
+    def withdraw(request_id: str) -> bool:
+        core.asked_back.append(request_id)
+        return True
+
+    core.connector._session.withdraw = withdraw
     made = base.finish(base.request(dict(base.DIRECT), 100, 30))
     assert core.connector.request_finished(made, base.blocks_of(made)) == (True, None)
     return core
 
 
 def withdrawn(core: Core) -> bool:
-    asked: list[str] = []
-
-    def withdraw(request_id: str) -> bool:
-        asked.append(request_id)
-        return True
-
-    core.connector._session.withdraw = withdraw
+    """Whether the turn has been asked back, at once or at the next step."""
     base.meta(core.connector)
-    return asked == ["r"]
+    return core.asked_back == ["r"]
 
 
 def resets(core: Core) -> dict[str, int]:
