@@ -210,6 +210,19 @@ def test_only_a_changed_load_is_sent(outbox: Outbox) -> None:
     assert outbox.load_due
 
 
+def test_a_load_that_changes_soon_after_one_was_sent_is_sent_later(outbox: Outbox, time: Time) -> None:
+    """Or the control plane, which writes one a second at most, would keep the older one for good."""
+    outbox.set_load(EngineLoad(1))
+    outbox.take()
+    time.now += 0.9
+    outbox.set_load(EngineLoad(2))
+    assert not outbox.load_due
+    assert outbox.take()[0].load is None
+    time.now += 0.2
+    assert outbox.load_due
+    assert outbox.take()[0].load == EngineLoad(2)
+
+
 def test_batches_are_bounded_in_number_and_bytes(time: Time) -> None:
     outbox = Outbox(monotonic=time, limit=10_000)
     for number in range(MAX_BATCH + 1):

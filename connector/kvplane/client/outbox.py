@@ -17,6 +17,8 @@ from kvplane.client.model import Announcement, EngineLoad, ReleaseOutcome, Reque
 MAX_BATCH = 1024
 """Largest number of each kind in one message, as the API has it."""
 _MAX_BATCH_BYTES = 2 << 20
+_LOAD_EVERY_S = 1.0
+"""A control plane passes over loads that come faster."""
 
 
 class _Phase(Enum):
@@ -63,7 +65,8 @@ class Outbox:
         self._renew: OrderedDict[RequestId, None] = OrderedDict()
         self._freed: OrderedDict[RequestId, None] = OrderedDict()
         self._load: EngineLoad | None = None
-        self._load_due = False
+        self._load_changed = False
+        self._load_sent_at = float("-inf")
         self.dropped = 0
         """Announcements dropped unsent so far."""
 
@@ -154,7 +157,7 @@ class Outbox:
         """Set the load to report; only the latest is kept."""
         with self._lock:
             if load != self._load:
-                self._load, self._load_due = load, True
+                self._load, self._load_changed = load, True
 
     @property
     def urgent(self) -> bool:
@@ -173,8 +176,8 @@ class Outbox:
 
     @property
     def load_due(self) -> bool:
-        """Whether the load changed since it was last sent."""
-        return self._load_due
+        """Whether the load changed since it was last sent, and that is long enough ago."""
+        return self._load_changed and self._monotonic() - self._load_sent_at >= _LOAD_EVERY_S
 
     @property
     def withdrawing(self) -> bool:
@@ -186,7 +189,7 @@ class Outbox:
         """Begin a new stream: everything held is announced again, or its withdrawal asked for again."""
         with self._lock:
             self._renew.clear()
-            self._load_due = self._load is not None
+            self._load_changed, self._load_sent_at = self._load is not None, float("-inf")
             for request_id, holding in self._holdings.items():
                 if holding.phase is _Phase.ON_RECORD:
                     self._announce[request_id] = None
@@ -229,8 +232,8 @@ class Outbox:
                 left = self._holdings[request_id].expires_at - now - self._margin_s
                 if left > 0:
                     batch.renewals[request_id] = left
-            if self._load_due:
-                batch.load, self._load_due = self._load, False
+            if self.load_due:
+                batch.load, self._load_changed, self._load_sent_at = self._load, False, now
             return batch, expired
 
     def _take_announcements(self, batch: Batch, now: float) -> list[RequestId]:

@@ -222,7 +222,13 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
         self._admitted.discard(request.request_id)
         if self._keeper is not None:
             self._keeper.leave(request.request_id)
-            self._report_load(self._keeper)  # there may be no step for a long time
+        ended = self._ended(request, block_ids)
+        if self._keeper is not None:
+            self._report_load(self._keeper)  # with what was just kept; there may be no step for a long time
+        return ended
+
+    def _ended(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Return whether the blocks of a request that ends stay, and what is said of it."""
         delay: bool
         delay, params = super().request_finished(request, block_ids)
         if _is_prefill(request):

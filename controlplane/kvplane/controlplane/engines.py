@@ -21,8 +21,8 @@ EPOCH_KEPT_MS = 7 * 86_400_000
 """Epochs follow the clock; the last one is remembered in case the clock is set back."""
 _MAX_EPOCH = 2**62
 """Epochs follow the clock; what is beyond is damaged."""
-_LOAD_EVERY_S = 1.0
-"""Loads are for choosing among engines: newer ones are not worth a write."""
+_LOAD_EVERY_S = 0.5
+"""Loads are for choosing among engines: newer ones are not worth a write. Engines send one a second at most."""
 
 _Incarnation = tuple[str, int]
 
