@@ -209,6 +209,7 @@ def test_another_cache_salt_never_matches(pair: Pair, named: bool) -> None:
 
 def test_a_decode_engine_that_is_gone_costs_no_request_and_is_left_alone(pair: Pair) -> None:
     """As a router of ours would that has claimed a moment before D dies: it gives its locations to P."""
+
     def body(tokens: Sequence[int]) -> dict[str, Any]:
         return {
             "model": MODEL_NAME,

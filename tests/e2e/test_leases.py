@@ -28,6 +28,8 @@ CLAIM_S = 5.0
 BLOCKS_S = TTL_S + 10 + 5 + CLAIM_S + 10
 """The blocks' first deadline: after a last claim's life, the message's margin, and its timeout with grace."""
 BLOCKS_PER_CONVERSATION = 16
+CROWD_WORDS, CROWD_BLOCKS = 60, 8
+"""In a crowd: of a first prompt, and that the first turn takes."""
 CONVERSATIONS = 80
 WORKERS = 6
 """With two fewer than fit; what is retained takes up to half of the room."""
@@ -74,9 +76,9 @@ def short(start_stack: StartStack) -> Stack:
     )
 
 
-def begin(stack: Stack, conversation_id: str) -> Messages:
+def begin(stack: Stack, conversation_id: str, words: int = 150) -> Messages:
     """Play the first turn of a conversation; returns what its second turn sends."""
-    messages: Messages = [user(150, conversation_id)]
+    messages: Messages = [user(words, conversation_id)]
     answer = say(stack.url, messages, conversation_id)
     assert answer.status == 200, answer.body
     return [*messages, assistant(answer.text), user(8, "next")]
@@ -108,7 +110,7 @@ def crowd(stack: Stack) -> float:
     before = read(stack.decode.url)
 
     def first(number: int) -> Messages:
-        return begin(stack, f"crowd-{number}")
+        return begin(stack, f"crowd-{number}", CROWD_WORDS)
 
     def second(number: int, messages: Messages) -> int:
         return say(stack.url, messages, f"crowd-{number}").status
@@ -142,7 +144,7 @@ def settled(seen: dict[str, float]) -> float:
 
 def test_ten_times_more_conversations_than_fit_wait_for_no_retained_block(start_stack: StartStack) -> None:
     fit = CONVERSATIONS // 10
-    options = {"num_gpu_blocks_override": fit * BLOCKS_PER_CONVERSATION + 1, "max_model_len": 4096}
+    options = {"num_gpu_blocks_override": fit * CROWD_BLOCKS + 1, "max_model_len": 1024}
     one_way = {"connector": "stock", "extra_config": {"bidirectional_kv_xfer": False}}
     stock = start_stack(prefill_options=one_way, decode_options=options | one_way)
     stock_s = crowd(stock)

@@ -22,7 +22,7 @@ EPOCH_KEPT_MS = 7 * 86_400_000
 _MAX_EPOCH = 2**62
 """Epochs follow the clock; what is beyond is damaged."""
 _LOAD_EVERY_S = 0.5
-"""Loads are for choosing among engines: newer ones are not worth a write. Engines send one a second at most."""
+"""Loads are for choosing among engines: newer ones are not worth a write. Engines send one a second."""
 
 _Incarnation = tuple[str, int]
 
