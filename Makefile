@@ -47,7 +47,7 @@ venv: $(STAMP)
 
 $(STAMP): pyproject.toml | python
 	@echo "development environment: $(VENV) (about a minute, once)"
-	@$(PYTHON) -m venv $(VENV) || { echo "cannot create $(VENV): $(PYTHON) needs its venv module (Debian: python3-venv)" >&2; exit 1; }
+	@$(PYTHON) -m venv $(if $(wildcard $(STAMP)),,--clear) $(VENV) || { echo "cannot create $(VENV): $(PYTHON) needs its venv module (Debian: python3-venv)" >&2; exit 1; }
 	@$(BIN)/python -m pip --disable-pip-version-check --no-input --no-color install -e '.[test]' >$(VENV)/install.log 2>&1 \
 	  || { echo "development environment: installing failed; the end of $(VENV)/install.log:" >&2; tail -n 15 $(VENV)/install.log >&2; exit 1; }
 	@touch $@

@@ -90,6 +90,16 @@ async def test_where_several_models_are_served_one_is_named() -> None:
         assert r.plane.ended == [ConversationKey("default", "two", "c1")]
 
 
+async def test_while_no_engine_has_said_what_it_serves_a_model_is_to_be_named() -> None:
+    async with rig(decode_urls=("http://127.0.0.1:1",)) as r:
+        status, body = await delete(r, "c1")
+        assert status == 503
+        assert "?model=NAME" in body["error"]["message"]
+        assert (await touch(r))[0] == 503
+        assert (await delete(r, "c1", "?model=two"))[0] == 200
+        assert r.plane.ended == [ConversationKey("default", "two", "c1")]
+
+
 async def test_without_an_answer_of_the_control_plane_nothing_is_claimed_to_be_over() -> None:
     async with rig() as r:
         r.plane.down = True

@@ -85,7 +85,11 @@ def read_config(
             raise ConfigError(f"kv_connector_extra_config: unknown key {key}; {hint}")
     variables = os.environ if environment is None else environment
     address = given.get("kvplane_address") or variables.get(ADDRESS_VARIABLE, "")
-    if not isinstance(address, str) or not address.strip():
+    if not isinstance(address, str):
+        raise ConfigError(
+            f"kvplane_address: {address!r} is not a string; several are one string, separated by commas"
+        )
+    if not address.strip():
         raise ConfigError(
             "kv_connector_extra_config: kvplane_address is missing; set it to the control plane's host:port"
             f" (or set {ADDRESS_VARIABLE})"
@@ -97,7 +101,7 @@ def read_config(
         chunk_tokens=_chunk_tokens(given.get("kvplane_chunk_tokens", 64)),
         retain_fraction=_share(given, "kvplane_retain_fraction", 0.5),
         free_block_floor=_share(given, "kvplane_free_block_floor", 0.1),
-        remote_host=_text(given, "kvplane_remote_host").strip("[]"),
+        remote_host=_host("kvplane_remote_host", _text(given, "kvplane_remote_host")),
         ttl_s=ttl_s,
         max_ttl_s=max_ttl_s,
         min_ttl_s=min_ttl_s,
@@ -126,12 +130,21 @@ def _endpoint(value: str) -> str:
             parts.scheme in ("http", "https")
             and bool(parts.hostname)
             and (parts.port is None or parts.port > 0)
+            and not (parts.path.strip("/") or parts.query or parts.fragment)
         )
     except ValueError:
         valid = False
     if not valid:
-        raise ConfigError(f"kvplane_endpoint: {value!r} is not an HTTP base URL such as http://10.0.0.7:8200")
+        raise ConfigError(
+            f"kvplane_endpoint: {value!r} is not an HTTP base URL without a path, such as http://10.0.0.7:8200"
+        )
     return value.rstrip("/")
+
+
+def _host(key: str, value: str) -> str:
+    if "/" in value or any(character.isspace() for character in value):
+        raise ConfigError(f"{key}: {value!r} is not a host name or address, such as 10.0.0.7")
+    return value.strip("[]")
 
 
 def _chunk_tokens(value: Any) -> int:

@@ -24,6 +24,10 @@ def is_path(path: str) -> bool:
     return _PATH.fullmatch(path) is not None
 
 
+class _NoModelError(Exception):
+    """No model is named, and no engine has said yet which it serves."""
+
+
 class Conversations:
     """Serves `DELETE /v1/conversations/{id}` and `POST /v1/conversations/{id}/touch`.
 
@@ -45,6 +49,8 @@ class Conversations:
         """End it. The answer is the same whether or not there was anything."""
         try:
             key = self._key(request)
+        except _NoModelError:
+            return _unavailable("No decode engine answers yet: name the model, as in ?model=NAME.")
         except openai.BadRequestError as error:
             return _refused(error)
         if self._plane is not None and not await self._plane.end(key):
@@ -55,6 +61,8 @@ class Conversations:
         """Have it kept for `ttl_s` seconds from now, if its engine can."""
         try:
             key, ttl_s = self._key(request), self._ttl_s(await request.read())
+        except _NoModelError:
+            return _unavailable("No decode engine answers yet: name the model, as in ?model=NAME.")
         except openai.BadRequestError as error:
             return _refused(error)
         except web.HTTPRequestEntityTooLarge:
@@ -73,6 +81,8 @@ class Conversations:
         model = request.query.get("model") or self._pool.only_model()
         adapter = request.query.get("adapter", "")
         if model is None:
+            if not any(engine.models for engine in self._pool.decode_engines()):
+                raise _NoModelError
             raise openai.BadRequestError("Several models are served: name one, as in ?model=NAME.", "model")
         for name, value in (("conversation_id", conversation_id), ("model", model), ("adapter", adapter)):
             if not identity.usable_id(value) and (value or name != "adapter"):
@@ -104,6 +114,6 @@ def _refused(error: openai.BadRequestError) -> web.Response:
     return web.Response(body=body, status=400, content_type="application/json")
 
 
-def _unavailable() -> web.Response:
-    body = openai.error_body("The control plane does not answer.", 503)
+def _unavailable(problem: str = "The control plane does not answer.") -> web.Response:
+    body = openai.error_body(problem, 503)
     return web.Response(body=body, status=503, content_type="application/json", headers={"Retry-After": "1"})
