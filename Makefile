@@ -24,10 +24,10 @@ demo: venv vllm
 	@$(BIN)/python -m deploy.demo.demo $(DEMO_ARGS)
 
 test: lint test-fast test-robustness vllm
-	$(BIN)/python -m pytest -m vllm
+	$(BIN)/python -m pytest -m vllm --durations=15
 
 test-fast: venv
-	$(BIN)/python -m pytest -m "not vllm and not robustness"
+	$(BIN)/python -m pytest -n 2 -m "not vllm and not robustness"
 
 test-robustness: venv
 	$(BIN)/python -m pytest -m robustness

@@ -93,6 +93,8 @@ async def fleet(*arguments: str) -> AsyncIterator[Fleet]:
         async with asyncio.timeout(30):
             await process.wait()
             await reading
+            assert process.stdout is not None
+            await process.stdout.read()  # to its end, or its pipe stays open
 
 
 async def test_workers_share_a_port_and_their_metrics_add_up() -> None:
