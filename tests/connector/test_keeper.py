@@ -142,6 +142,8 @@ def test_the_own_endpoint_stands_in(rig: Rig) -> None:
     [
         ({"context": None}, "no_fingerprint"),
         ({"tokens": []}, "no_tokens"),
+        ({"request_id": "r" * 257}, "request_id"),
+        ({"request_id": "\ud800"}, "request_id"),
         ({"blocks": []}, "no_blocks"),
         ({"blocks": list(range(51))}, "larger_than_budget"),
         ({"tokens": [2**31]}, "too_large"),
@@ -149,7 +151,7 @@ def test_the_own_endpoint_stands_in(rig: Rig) -> None:
     ],
 )
 def test_what_cannot_be_announced_is_not_retained(rig: Rig, changes: dict[str, Any], reason: str) -> None:
-    assert not rig.keeper.finish(turn("a", **changes))
+    assert not rig.keeper.finish(replace(turn("a"), **changes))
     assert rig.keeper.counts == {f"not_retained:{reason}": 1}
     assert rig.session.announced == []
     assert len(rig.retention) == 0

@@ -16,6 +16,7 @@ from kvplane.client.errors import (
     StaleEpochError,
     UnknownEngineError,
 )
+from kvplane.client.model import RequestId
 from kvplane.controlplane import keys, records
 from kvplane.controlplane import model as m
 from kvplane.store.base import Put
@@ -58,6 +59,29 @@ async def test_an_engines_stream(wire: Wire) -> None:
     stream.end()
     with pytest.raises(StopAsyncIteration):
         await stream.until(lambda _: False)
+
+
+@pytest.mark.parametrize("request_id", ["", "q" * 257])
+async def test_an_id_that_cannot_be_on_record_ends_no_stream(wire: Wire, request_id: str) -> None:
+    """A client chose one too long. Its engine asked the blocks back, and never could attach again."""
+    epoch = (await wire.client.register_engine(SPEC)).engine_epoch
+    await wire.retain(epoch)
+    stream = Stream(wire)
+    stream.hello(epoch)
+    await stream.next()
+    renewal = convert.renewal_to_wire
+    stream.send(
+        withdrawals=[engine_pb2.Withdrawal(request_id=request_id), engine_pb2.Withdrawal(request_id="q1")],
+        renewals=[renewal(RequestId(request_id), 10), renewal(RequestId("q1"), 0)],
+        freed=[engine_pb2.Freed(request_id=request_id)],
+    )
+    answer = await stream.next()
+    assert [(result.request_id, result.outcome) for result in answer.withdrawals] == [
+        (request_id, common_pb2.RELEASE_OUTCOME_NOTHING),
+        ("q1", common_pb2.RELEASE_OUTCOME_RELEASED),
+    ]
+    assert [result.renewed for result in answer.renewals] == [False, False]
+    stream.end()
 
 
 async def test_orders_given_while_the_engine_was_away_wait_for_it(wire: Wire) -> None:

@@ -204,6 +204,9 @@ async def test_an_id_that_the_client_chose_for_a_response_stays() -> None:
         body = {"model": "fake", "input": "hello", "max_output_tokens": 6, "request_id": "resp_mine"}
         assert (await r.post(body, to=RESPONSES.path)).body["id"] == "resp_mine"
         assert "request_id" not in r.p.requests[0]
+        for harmful in ("resp_" + "x" * 124, "", "resp_\n", "résp"):
+            body["request_id"] = harmful
+            assert read_response_id((await r.post(body, to=RESPONSES.path)).body["id"])
 
 
 def test_ids_of_responses_are_read_back() -> None:

@@ -23,7 +23,7 @@ from kvplane.client.model import (
 from kvplane.client.sparing import Sparing
 from kvplane.connector.chains import ChainCache
 from kvplane.connector.config import ConnectorConfig
-from kvplane.connector.envelope import Envelope
+from kvplane.connector.envelope import Envelope, is_id
 from kvplane.connector.fingerprint import Context, Item, make_chain
 from kvplane.connector.leases import Leases, Terms
 from kvplane.connector.retention import Retention, State
@@ -299,6 +299,8 @@ class Keeper:
         is_lost = self._retention.pressed or self._monotonic() - contact > _LATE_CONTACT_S
         if is_lost and not self._session.attached:
             return "no_control_plane"
+        if not is_id(turn.request_id):  # no client's choice of one may cost the session
+            return "request_id"
         if turn.context is None:
             return "no_fingerprint"
         if not turn.tokens:

@@ -180,7 +180,8 @@ class Attachments:
         """Apply one message of an engine and return its acknowledgement.
 
         Kinds are applied in the order of the answer's fields; elements of one kind concurrently. A refused
-        announcement is answered; a stale epoch, a newer stream or a lost lease is raised.
+        announcement is answered, and so is an element that names nothing that can be on record: it would be
+        said again at each attach, and end each stream. A stale epoch, newer stream or lost lease is raised.
         """
         engine_id, engine_epoch = at
         for field in ("announcements", "withdrawals", "renewals", "freed"):
@@ -212,22 +213,25 @@ class Attachments:
         return await eager.gather(coroutines, self._ledger.start)
 
     async def _freed(self, at: tuple[str, int], wire: engine_pb2.Freed) -> None:
-        await self._releases.freed(m.Holder(*at, validate.text("freed.request_id", wire.request_id)))
+        if validate.is_id(wire.request_id):
+            await self._releases.freed(m.Holder(*at, wire.request_id))
 
     async def _withdraw(
         self, at: tuple[str, int], wire: engine_pb2.Withdrawal
     ) -> engine_pb2.WithdrawalResult:
-        request_id = validate.text("withdrawals.request_id", wire.request_id)
-        outcome = await self._releases.withdraw(m.Holder(*at, request_id))
-        return engine_pb2.WithdrawalResult(request_id=request_id, outcome=convert.outcome_out(outcome))
+        outcome = m.ReleaseOutcome.NOTHING
+        if validate.is_id(wire.request_id):
+            outcome = await self._releases.withdraw(m.Holder(*at, wire.request_id))
+        return engine_pb2.WithdrawalResult(request_id=wire.request_id, outcome=convert.outcome_out(outcome))
 
     async def _renew(
         self, at: tuple[str, int], wire: common_pb2.Renewal, delay_s: float
     ) -> common_pb2.RenewalResult:
-        ttl_s = validate.span("renewals.ttl", wire.ttl) - delay_s
-        request_id = validate.text("renewals.request_id", wire.request_id)
-        granted_s = await self._locations.renew(m.Holder(*at, request_id), max(0.0, ttl_s))
-        return convert.renewed_out(request_id, granted_s)
+        granted_s = None
+        if validate.is_id(wire.request_id):
+            ttl_s = wire.ttl.seconds + wire.ttl.nanos / 1e9 - delay_s  # none may be left
+            granted_s = await self._locations.renew(m.Holder(*at, wire.request_id), max(0.0, ttl_s))
+        return convert.renewed_out(wire.request_id, granted_s)
 
     async def _announce(
         self,

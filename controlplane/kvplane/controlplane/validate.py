@@ -40,6 +40,11 @@ def text(field: str, value: str, *, most: int = MAX_ID_BYTES, optional: bool = F
     return value
 
 
+def is_id(value: str) -> bool:
+    """Whether a value can be an id; nothing is on record under one that cannot."""
+    return 0 < len(value.encode()) <= MAX_ID_BYTES
+
+
 def claim_id(field: str, value: str) -> str:
     """Return a name that a caller may give a claim."""
     if value.startswith(m.QUARANTINE):

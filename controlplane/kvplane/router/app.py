@@ -402,9 +402,7 @@ def _error(message: str, status: int, headers: dict[str, str] | None = None) -> 
 def _request_id(request: web.Request) -> str:
     """Return the client's request id if it is harmless, else a new one."""
     given = request.headers.get("x-request-id", "")
-    if 0 < len(given) <= 128 and given.isascii() and given.isprintable():
-        return given
-    return uuid.uuid4().hex
+    return given if openai.is_harmless_id(given) else uuid.uuid4().hex
 
 
 async def serve_router(

@@ -32,6 +32,11 @@ BETWEEN_ENGINES = frozenset({"kv_transfer_params", "ec_transfer_params"})
 """What engines tell each other through the router; never taken from a client."""
 
 
+def is_harmless_id(value: str) -> bool:
+    """Whether an id that a client chose may name its request everywhere: in logs, headers and on record."""
+    return 0 < len(value) <= 128 and value.isascii() and value.isprintable()
+
+
 class BadRequestError(ValueError):
     """The body cannot be used; `param` names the field, if it is one."""
 

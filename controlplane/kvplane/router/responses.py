@@ -7,7 +7,7 @@ from typing import Any
 
 from kvplane.router.api import BROKE, Api, Said, count, ends_with_tools, messages_text, objects
 from kvplane.router.chat import set_details
-from kvplane.router.openai import Body, PromptText
+from kvplane.router.openai import Body, PromptText, is_harmless_id
 from kvplane.router.response_id import new_response_id, read_response_id
 
 _OWN_TOOLS = ("function", "custom", "namespace")
@@ -28,8 +28,9 @@ class Responses(Api):
         return super().prefill_body(body, params) | {"store": False}
 
     def name_answer(self, leg: Body, engine_url: str, root: str) -> None:
-        """See Api. An id that the client has chosen stays."""
-        if leg.get("request_id") is None:
+        """See Api. A harmless id that the client has chosen stays; what is no string the engine refuses."""
+        given = leg.get("request_id")
+        if given is None or (isinstance(given, str) and not is_harmless_id(given)):
             leg["request_id"] = new_response_id(engine_url, root)
 
     def names_engine(self, body: Body) -> str | None:
