@@ -116,6 +116,13 @@ async def test_the_record_is_bounded_and_says_so() -> None:
             assert response.status == 404
 
 
+async def test_no_more_of_a_models_name_is_kept_than_shows_what_it_was() -> None:
+    async with rig() as r:
+        body = chat("hello") | {"model": "m" * 1000}
+        await r.post(body, headers={"x-request-id": "long"})
+        assert (await told(r, "long"))["model"] == "m" * 256
+
+
 async def test_only_loopback_may_look() -> None:
     async with rig() as r:
         reply = await r.say("hello")

@@ -126,6 +126,16 @@ async def test_what_changes_an_engine_is_not_reachable(path: str) -> None:
         assert response.status == 404
 
 
+async def test_nothing_is_kept_of_the_paths_that_clients_ask_for() -> None:
+    async with rig() as r:
+        kept = [dict(engine._urls) for engine in r.router.pool.engines]
+        async with r.http.get(f"{r.url}/v1/responses/none?a=%20b") as response:
+            assert response.status == 404
+        async with r.http.post(f"{r.url}/tokenize?x=1", json={"prompt": "x"}) as response:
+            assert response.status == 200
+        assert [engine._urls for engine in r.router.pool.engines] == kept
+
+
 async def test_a_stored_response_is_read_where_it_is() -> None:
     async with rig(prefill=0, decode=3) as r:
         holder = r.decode[1]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvplane.router.turn import Turn
 
 _PREFIX = "/debug/turns/"
+_MODEL_CHARACTERS = 256
 _MOST_CANDIDATES = 16
 """Engines on record per request and role: those of a large fleet say no more."""
 _OUTCOMES = {
@@ -110,7 +111,9 @@ class Trail:
         self.decided_at = self._monotonic()
         self.decision, self.facts, self.key = turn.decision, facts, turn.key
         self.turn, self.turn_number = turn.turn_index, turn.number
-        self.model, self.path, self.reason = turn.model, str(turn.path), turn.reason
+        self.path, self.reason = str(turn.path), turn.reason
+        # A client may send a name of any length, and this is kept.
+        self.model = turn.model[:_MODEL_CHARACTERS]
         self.identity = turn.identity
         roles = (("prefill", pool.prefill_engines(turn.model)), ("decode", pool.decode_engines(turn.model)))
         self.candidates = [

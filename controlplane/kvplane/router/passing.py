@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 import structlog
 from aiohttp import web
+from yarl import URL
 
 from kvplane.router.admission import OverloadedError
 from kvplane.router.bodies import Bodies
@@ -204,7 +205,7 @@ class Passing:
             try:
                 response = await self._session.request(
                     request.method,
-                    engine.at(request.rel_url.raw_path_qs),
+                    URL(engine.url + request.rel_url.raw_path_qs),
                     # aiohttp wants large bodies as a file, to send them piecewise.
                     data=raw if raw is None or len(raw) < _LARGE_BODY else io.BytesIO(raw),
                     headers=headers,

@@ -63,7 +63,7 @@ class Engine:
     _urls: dict[str, URL] = field(default_factory=dict)
 
     def at(self, path: str) -> URL:
-        """Return the URL of a path on it."""
+        """Return the URL of a path on it. Each is kept, so none that a client has written belongs here."""
         url = self._urls.get(path)
         if url is None:
             url = self._urls[path] = URL(self.url + path)
