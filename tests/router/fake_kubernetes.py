@@ -37,6 +37,8 @@ class FakeApi:
         self.page = page
         self.status = 0
         """Answered to everything, if not 0."""
+        self.page_of: bytes | None = None
+        """Answered to lists with 200, if not None."""
         self.expired = False
         """Watches are told that their version is too old."""
         self.refused = 0
@@ -116,6 +118,8 @@ class FakeApi:
         if request.query.get("watch") == "1":
             return await self._watch(request, selector)
         self.lists += 1
+        if self.page_of is not None:
+            return web.Response(body=self.page_of, content_type="application/json")
         items = [pod for pod in self.pods.values() if _matches(pod, selector)]
         metadata = {"resourceVersion": str(self.version)}
         if self.page:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import trustme
+from structlog.testing import capture_logs
 
 from kvplane.cli import run
 from kvplane.cli.config import kubernetes_api, load_config
@@ -69,7 +70,9 @@ async def test_an_address_of_both_names_does_both() -> None:
     assert names.found == {"http://10.0.0.1": Roles(True, True)}
 
 
-@pytest.mark.parametrize("failure", [socket.gaierror("no such name"), TimeoutError(), [], UnicodeError()])
+@pytest.mark.parametrize(
+    "failure", [socket.gaierror("no such name"), TimeoutError(), [], UnicodeError(), ["fe80::1%eth0"]]
+)
 async def test_a_name_that_cannot_be_resolved_keeps_its_engines(failure: Any) -> None:
     names = Names(d=["10.0.0.2"], p=["10.0.0.1"])
     source = names.source(prefill=("http://p:80",), decode=("http://d:80",))
@@ -81,6 +84,12 @@ async def test_a_name_that_cannot_be_resolved_keeps_its_engines(failure: Any) ->
     names.answers["d"] = ["10.0.0.3"]
     await source.poll()
     assert set(names.found) == {"http://10.0.0.3", "http://10.0.0.9"}
+
+
+async def test_an_address_of_one_link_is_passed_over() -> None:
+    names = Names(d=["10.0.0.2", "fe80::1%eth0"])
+    await names.source(decode=("http://d:8200",)).poll()
+    assert set(names.found) == {"http://10.0.0.2:8200"}
 
 
 async def test_the_system_resolves_names() -> None:
@@ -113,6 +122,28 @@ async def test_a_router_follows_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
             await until(lambda: urls() == {second.url})
             await r.say("again")
             assert (len(first.requests), len(second.requests)) == (1, 1)
+
+
+async def test_a_source_that_ends_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = Names(engines=["127.0.0.1"])
+    monkeypatch.setattr(DnsSource.__init__, "__kwdefaults__", {"resolve": names})
+    async with rig(static=False) as plain:
+        dns = (f"http://engines:{plain.d.port}",)
+        with capture_logs() as logs:
+            async with rig(
+                decode=0, decode_dns=dns, dns_interval_s=0.02, with_plane=False, static=False
+            ) as r:
+                names.answers["engines"] = RuntimeError("a fault of ours")
+                await until(lambda: any(entry["log_level"] == "error" for entry in logs))
+                async with r.http.get(r.url + "/health") as response:
+                    told = await response.json()
+                assert told["status"] == "degraded"
+                assert told["problems"][0].startswith("DnsSource ended (RuntimeError: a fault of ours)")
+                async with r.http.get(r.url + "/ready") as response:
+                    assert told["problems"][0] in (await response.json())["problems"]
+                await r.say("hello")
+    # Those that the router itself ends are no news.
+    assert [entry["problem"] for entry in logs if entry["log_level"] == "error"] == told["problems"]
 
 
 # Kubernetes
@@ -252,6 +283,45 @@ async def test_events_that_make_no_sense_are_survived(tmp_path: Path, event: Any
         await until(lambda: found)
 
 
+ODD_LISTS = [
+    b"<html>Bad gateway</html>",
+    b"\xff",
+    b"[" * 100_000,
+    b'{"items": [], "metadata": [1]}',
+    b'{"items": [{"metadata": 3}]}',
+    b'{"items": [{"status": {"phase": "Running", "conditions": [3]}}]}',
+]
+
+
+@pytest.mark.parametrize("answer", ODD_LISTS, ids=range(len(ODD_LISTS)))
+async def test_a_list_that_makes_no_sense_takes_no_engine_away(tmp_path: Path, answer: bytes) -> None:
+    async with FakeApi() as api:
+        api.put(pod("d0", "10.0.0.1", D))
+        async with source(api, tmp_path) as (kubernetes, found):
+            await until(lambda: api.watches == 2)
+            api.page_of = answer
+            api.say({"type": "ERROR", "object": {"code": 410}})
+            lists = api.lists
+            await until(lambda: api.lists >= lists + 4)
+            await kubernetes.poll()
+            assert set(found) == {"http://10.0.0.1:8000"}
+            api.page_of = None
+            api.put(pod("d1", "10.0.0.2", D))
+            await until(lambda: len(found) == 2)
+
+
+async def test_a_token_that_cannot_be_read_is_read_again(tmp_path: Path) -> None:
+    async with FakeApi() as api, source(api, tmp_path) as (kubernetes, found):
+        await until(lambda: api.watches == 2)
+        await asyncio.to_thread((tmp_path / "token").write_bytes, b"\xff")
+        await kubernetes.poll()
+        api.end_watches()
+        await until(lambda: kubernetes._warned.startswith("UnicodeDecodeError"))
+        await asyncio.to_thread((tmp_path / "token").write_text, api.token)
+        api.put(pod("d0", "10.0.0.1", D))
+        await until(lambda: found)
+
+
 async def test_long_lists_come_in_pages(tmp_path: Path) -> None:
     async with FakeApi(page=2) as api:
         for index in range(5):
@@ -331,6 +401,7 @@ async def test_a_router_serves_from_pods_and_drops_none_that_runs(tmp_path: Path
         ({"phase": "Pending"}, "80", None),
         ({"ready": False}, "80", None),
         ({"deleting": True}, "80", None),
+        ({"ports": [{"name": "http", "containerPort": "x"}]}, "http", None),
     ],
 )
 def test_which_pods_are_engines(more: dict[str, Any], port: str, url: str | None) -> None:

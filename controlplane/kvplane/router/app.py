@@ -6,9 +6,9 @@ import asyncio
 import errno
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
 import structlog
@@ -102,6 +102,8 @@ class RouterServer:
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._ended: list[str] = []
+        """What no longer runs in the background, and why."""
         self._draining = False
         self._settled = False
         """It has begun to serve."""
@@ -186,12 +188,12 @@ class RouterServer:
             engines = await self._plane.poll()
             if engines is not None:
                 self._merge(engines)
-            self._tasks.append(asyncio.create_task(self._plane.run(self._merge), name="plane poll"))
+            self._watch(self._plane.run(self._merge), "plane poll")
         else:
             log.warning("no_control_plane", effect="nothing is reused", remedy="--plane HOST:PORT")
         await self._discover()
         await self._pool.probe_all()
-        self._tasks.append(asyncio.create_task(self._pool.run(), name="engine probes"))
+        self._watch(self._pool.run(), "engine probes")
         self._conversations = Conversations(settings, pool=self._pool, plane=self._plane)
         self._passing = Passing(settings, pool=self._pool, session=session, bodies=self._bodies)
         self._turns = TurnServer(
@@ -210,7 +212,7 @@ class RouterServer:
             monotonic=monotonic,
         )
         if self._siblings is not None:
-            self._tasks.append(asyncio.create_task(self._tell_siblings(), name="gauges"))
+            self._watch(self._tell_siblings(), "gauges")
         await self._listen()
         return self.port
 
@@ -228,7 +230,22 @@ class RouterServer:
             sources.append(kubernetes)
         for source in sources:
             await source.poll()
-            self._tasks.append(asyncio.create_task(source.run(), name=type(source).__name__))
+            self._watch(source.run(), type(source).__name__)
+
+    def _watch(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Run in the background what runs until the router stops; it is said where it ends before."""
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._note_end)
+        self._tasks.append(task)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            return
+        error = task.exception()
+        why = "it returned" if error is None else f"{type(error).__name__}: {error}"
+        problem = f"{task.get_name()} ended ({why}) and stays so until the router is restarted"
+        self._ended.append(problem)
+        log.error("background_task_ended", problem=problem, exc_info=error)
 
     async def _listen(self) -> None:
         settings = self.settings
@@ -324,7 +341,7 @@ class RouterServer:
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         """Say that the router lives. It is degraded where it serves, but what it is for does not happen."""
-        if problems := self._silent():
+        if problems := [*self._ended, *self._silent()]:
             status = "draining" if self._draining else "degraded"
             return web.json_response({"status": status, "problems": problems})
         return web.json_response({"status": "draining" if self._draining else "ok"})
@@ -348,7 +365,7 @@ class RouterServer:
             problems.append("no prefill engine answers: decode engines compute prompts themselves")
         if plane == "unavailable":
             problems.append("the control plane does not answer: nothing is reused")
-        problems += [*self._silent(), *self._pool.misplaced()]
+        problems += [*self._ended, *self._silent(), *self._pool.misplaced()]
         if mismatch := self._pool.mismatch():
             problems.append(mismatch)
         ready = any(e.up and not e.draining for e in decode) and not self._draining

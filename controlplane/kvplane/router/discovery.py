@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import structlog
 from yarl import URL
 
-from kvplane.router.settings import engine_url
+from kvplane.router.settings import SettingsError, engine_url
 
 log = structlog.get_logger("kvplane.router")
 
@@ -97,9 +97,10 @@ class DnsSource:
         except (OSError, UnicodeError) as error:
             self._note_failure(name, str(error) or "no answer in time")
             return
-        urls = [engine_url(str(url.with_host(address))) for address in addresses]
+        urls = [found for address in addresses if (found := _engine_at(url, address)) is not None]
         if not urls:
-            self._note_failure(name, "no addresses")
+            unusable = ", ".join(addresses)
+            self._note_failure(name, f"no address to call: {unusable}" if unusable else "no addresses")
             return
         if name in self._failing:
             self._failing.discard(name)
@@ -113,3 +114,14 @@ class DnsSource:
             self._failing.add(name)
             kept = len(self._last.get(name, ()))
             log.warning("engine_name_not_resolved", name=URL(name).host, problem=problem, engines_kept=kept)
+
+
+def _engine_at(name: URL, address: str) -> str | None:
+    """Return the base URL of an engine at an address of a name, None if no engine can be called there.
+
+    An address of one link only, such as fe80::1%eth0, is none for a URL.
+    """
+    try:
+        return engine_url(str(name.with_host(address)))
+    except (SettingsError, ValueError):
+        return None

@@ -14,7 +14,7 @@ import aiohttp
 import structlog
 
 from kvplane.router.discovery import Found, OnFound, Roles, merged
-from kvplane.router.settings import KubernetesSettings
+from kvplane.router.settings import KubernetesSettings, SettingsError, engine_url
 
 log = structlog.get_logger("kvplane.router")
 
@@ -74,7 +74,8 @@ class KubernetesSource:
         for watched, pods in zip(self._watched, self._pods, strict=True):
             try:
                 await self._list(watched, pods)
-            except (KubernetesError, aiohttp.ClientError, OSError) as error:
+            except Exception as error:
+                # What answers need not be an API server: see _follow.
                 self._warn(watched, error)
         self._tell()
 
@@ -104,7 +105,9 @@ class KubernetesSource:
                 wait_s = self._backoff_s
             except _ExpiredError:
                 watched.version = ""
-            except (KubernetesError, aiohttp.ClientError, OSError) as error:
+            except Exception as error:
+                # Also an answer of any other shape, such as a gateway's page: nobody else would look for
+                # engines again.
                 self._warn(watched, error)
                 # Whatever was missed meanwhile, a list shows.
                 watched.version = ""
@@ -213,7 +216,9 @@ class KubernetesSource:
         self._on_found("kubernetes", merged(found))
 
     def _warn(self, watched: _Watched, error: Exception) -> None:
-        problem = str(error) or type(error).__name__
+        problem = str(error)
+        if not problem or not isinstance(error, (KubernetesError, aiohttp.ClientError, OSError)):
+            problem = f"{type(error).__name__}: {problem}".removesuffix(": ")
         if problem != self._warned:
             self._warned = problem
             log.warning(
@@ -266,7 +271,10 @@ def pod_url(pod: Mapping[str, Any], port: str) -> str | None:
     if not ready or not address or number is None:
         return None
     host = f"[{address}]" if ":" in address else address
-    return f"http://{host}" + ("" if number == "80" else f":{number}")
+    try:
+        return engine_url(f"http://{host}:{number}")
+    except SettingsError:
+        return None
 
 
 def _port_named(pod: Mapping[str, Any], name: str) -> str | None:
