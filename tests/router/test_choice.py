@@ -168,6 +168,18 @@ async def test_a_conversation_stays_with_the_prefill_engine_that_has_its_prefix(
         assert sorted(len(e.requests) for e in r.prefill) == [0, 0, 4]
 
 
+async def test_so_does_one_that_nobody_names() -> None:
+    async with rig(prefill=_engines(3, EngineRole.PREFILL)) as r:
+        said = list[str]()
+        for index in range(5):
+            said.append(long_text(300, f"s{index}x"))
+            # What a decode engine computes in between is no reason to forget the prefill engine.
+            reply = await r.post(chat(*said, conversation=None), path="direct" if index == 2 else "cold")
+            assert (reply.status, reply.path) == (200, "direct" if index == 2 else "cold")
+            said.append(reply.text)
+        assert sorted(len(e.requests) for e in r.prefill) == [0, 0, 4]
+
+
 async def test_idle_prefill_engines_take_turns() -> None:
     async with rig(prefill=3) as r:
         for index in range(6):

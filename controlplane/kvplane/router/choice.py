@@ -26,9 +26,9 @@ class PrefillChoice:
 
     def computed_before(self, turn: Turn, engine: Engine) -> int:
         """Return how many of the prompt's tokens an engine has computed for the conversation's last one."""
-        if turn.key is None or turn.history_changed:
+        if turn.known_key is None or turn.history_changed:
             return 0
-        return min(self._memory.prompt_at(turn.key, engine.url), turn.prompt_tokens)
+        return min(self._memory.prompt_at(turn.known_key, engine.url), turn.prompt_tokens)
 
     def local_tokens(self, turn: Turn, engine: Engine, *, unknown_share: float = 0.0) -> int:
         """Return how many of the prompt's tokens an engine is expected to have in its prefix cache.
@@ -62,7 +62,7 @@ class PrefillChoice:
         if len(engines) < 2:
             return self._pool.choose(engines, exclude=exclude)
         default = self._default_rate(engines)
-        last = self._memory.prefilled_by(turn.key) if turn.key is not None else ""
+        last = self._memory.prefilled_by(turn.known_key) if turn.known_key is not None else ""
         return self._pool.choose(
             engines,
             exclude=exclude,

@@ -100,13 +100,22 @@ class Memory:
         return known.prefill_tokens if known is not None and known.prefill_url == url else 0
 
     def remember(
-        self, key: ConversationKey, text: PromptText, tokens: int | None, prefill_url: str = ""
+        self,
+        key: ConversationKey,
+        text: PromptText,
+        tokens: int | None,
+        prefill_url: str = "",
+        *,
+        before: ConversationKey | None = None,
     ) -> None:
         """Keep what a turn's prompt was; `tokens` is its true length where an engine told it.
 
-        `prefill_url` is the prefill engine that has computed it, "" if none has.
+        `prefill_url` is the prefill engine that has computed it, "" if none has. `before` is under which the
+        turn before is remembered, if not under `key`.
         """
         known = self._conversations.pop(key, None)
+        if known is None and before is not None:
+            known = self._conversations.get(before)
         ratio = known.ratio if known is not None else None
         if tokens and text.tokens is None:
             ratio = min(_MAX_RATIO, max(_MIN_RATIO, text.characters / tokens))

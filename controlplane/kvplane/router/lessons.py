@@ -24,7 +24,7 @@ class Lessons:
         elif turn.path is Path.COLD and prefilled.cached_tokens is not None:
             self._rates.hit(url, computed_before, prefilled.cached_tokens)
         if turn.key is not None:
-            self._memory.remember(turn.key, turn.text, tokens, url)
+            self._memory.remember(turn.key, turn.text, tokens, url, before=turn.before)
         if tokens is None:
             return
         pulled = prefilled.count("reused_tokens")

@@ -465,4 +465,4 @@ class TurnServer:
         if turn.reused_tokens:
             self._metrics.reused_tokens.labels(turn.path).inc(turn.reused_tokens)
         if turn.key is not None and turn.prefilled is None:
-            self._memory.remember(turn.key, turn.text, None)
+            self._memory.remember(turn.key, turn.text, None, before=turn.before)

@@ -42,6 +42,8 @@ class Turn:
     """The source of that; "" if there is none."""
     trace: Trace | None = None
     """What the history says of it, where that is the source."""
+    before: ConversationKey | None = None
+    """Under which the turn before was announced, where each turn has a name of its own."""
     borrowed: bool = False
     """The location is another's who said the same: to be used where it is, not to be taken away."""
     only_engine: Engine | None = None
@@ -74,6 +76,11 @@ class Turn:
     """Ends the request when its time is over."""
     whole_s: float | None = None
     """Seconds from its arrival that it may take in all; None without a limit."""
+
+    @property
+    def known_key(self) -> ConversationKey | None:
+        """Under which the conversation's last prompt is remembered; this one will be under `key`."""
+        return self.before or self.key
 
     @property
     def leaves_nothing(self) -> bool:
@@ -169,6 +176,8 @@ class TurnPlanner:
         else:
             tenant = identity.tenant_of(request.headers, self._settings.tenant_id)
             turn.key = ConversationKey(tenant, model, conversation)
+            if turn.trace is not None and turn.trace.before is not None:
+                turn.before = replace(turn.key, conversation_id=Trace.at(turn.trace.before, 0))
         return mode
 
     def _only_engine(self, turn: Turn) -> Engine | None:
@@ -188,12 +197,11 @@ class TurnPlanner:
         miss = turn.reason
         if turn.key is not None:
             turn.text = turn.api.prompt_text(turn.body)
-            known = turn.key
-            if turn.trace is not None and turn.trace.before is not None:
-                known = replace(known, conversation_id=Trace.at(turn.trace.before, 0))
+            miss = await self._ask_plane(turn, turn.key)
+            # Only now is it known at which of its places the turn before is.
+            known = turn.known_key or turn.key
             turn.prompt_tokens = self._memory.estimate(known, turn.text)
             turn.history_changed = self._memory.history_changed(known, turn.text)
-            miss = await self._ask_plane(turn, turn.key)
         facts = self._facts(turn, mode, miss)
         turn.decision = decision = decide(facts, self._settings.thresholds)
         turn.path, turn.reason = decision.path, decision.reason
@@ -240,6 +248,7 @@ class TurnPlanner:
         if found is None:
             return None
         turn.key, turn.borrowed = found.begun.key, found.borrowed
+        turn.before = found.before or turn.before
         return found.begun
 
     def _facts(self, turn: Turn, mode: PathMode, miss: str) -> TurnFacts:
