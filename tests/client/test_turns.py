@@ -158,6 +158,24 @@ async def test_a_stream_that_owes_answers_for_long_is_left(opened: list[TurnsStr
     assert len(fakes.streams) == 2
 
 
+@pytest.mark.parametrize("turns_of_the_loop", range(8))
+async def test_a_close_that_meets_a_silent_stream_being_left_ends(
+    turns_of_the_loop: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvplane.client.turns.SILENCE_S", 0.05)
+    turns = TurnsStream(Fakes(lambda _: None))
+    asked = asyncio.create_task(turns.begin_turn(KEY, "r1", timeout_s=60))
+    late = asyncio.create_task(turns.begin_turn(KEY, "r2", timeout_s=0.05))
+    with pytest.raises(ControlPlaneUnavailableError):
+        await late
+    for _ in range(turns_of_the_loop):
+        await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        await turns.aclose()
+    with pytest.raises(ControlPlaneUnavailableError):
+        await asked
+
+
 async def test_silence_without_anything_owed_is_no_silence(opened: list[TurnsStream]) -> None:
     fakes = Fakes(numbered)
     opened.append(turns := TurnsStream(fakes))

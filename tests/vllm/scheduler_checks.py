@@ -350,6 +350,23 @@ def check_the_worker_declines_a_read_that_begins_too_late() -> None:
     assert len(asked) == 2
 
 
+def check_a_workers_deadline_is_by_its_own_clock() -> None:
+    """The scheduler's clock may be days apart where a worker runs on another machine."""
+    for ahead_s in (-0.5 * under_test._clock(), 0.0, 86_400.0):
+        now = under_test._clock()
+        remotes = [
+            SimpleNamespace(blocks_expiry_time=value)
+            for value in (compat.read_by(now + ahead_s + 60), 5.0, None)
+        ]
+        metadata = SimpleNamespace(
+            scheduler_clock=now + ahead_s,
+            reqs_to_recv={str(at): SimpleNamespace(remote=remote) for at, remote in enumerate(remotes)},
+        )
+        compat.rebase_reads(metadata)
+        assert abs(-remotes[0].blocks_expiry_time - (under_test._clock() + 60)) < 5
+        assert [remote.blocks_expiry_time for remote in remotes[1:]] == [5.0, None]
+
+
 def check_a_mismatch_has_the_holder_told() -> None:
     s = scheduler("kv_producer")
     made = request(offer([9999] * 200), 300, 1)

@@ -218,7 +218,7 @@ class TurnsStream:
             try:
                 await asyncio.shield(self._speaking)
             except asyncio.CancelledError:
-                if not self._speaking.cancelled():
+                if self._closed or not self._speaking.cancelled():
                     self._speaking.cancel()
                     await asyncio.gather(self._speaking, return_exceptions=True)
                     raise

@@ -52,6 +52,7 @@ __all__ = [
     "order_leases",
     "quiet_releases",
     "read_by",
+    "rebase_reads",
     "settled_tokens",
     "transfer_groups",
     "transferred",
@@ -65,6 +66,21 @@ def read_by(deadline: float) -> float:
     It is for this engine's worker alone, see `decline_late_reads`. A holder's clock is never below zero.
     """
     return -deadline
+
+
+def rebase_reads(metadata: Any) -> None:
+    """Move what `read_by` said from the scheduler's clock to this worker's: it may run on another machine.
+
+    As vLLM does with its own deadlines. Where a version does not send the scheduler's time, nothing is.
+    """
+    scheduler_clock = getattr(metadata, "scheduler_clock", 0.0)
+    if not scheduler_clock:
+        return
+    now = time.perf_counter()
+    for meta in metadata.reqs_to_recv.values():
+        deadline = getattr(meta.remote, "blocks_expiry_time", None)
+        if deadline is not None and deadline < 0:
+            meta.remote.blocks_expiry_time = -max(1e-6, now + (-deadline - scheduler_clock))
 
 
 def decline_late_reads(worker: Any) -> None:

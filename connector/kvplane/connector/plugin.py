@@ -95,6 +95,7 @@ class KVPlaneConnector(compat.ConnectorBase):  # type: ignore[misc]  # vLLM is n
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """See vLLM."""
+        compat.rebase_reads(self._get_connector_metadata())
         super().start_load_kv(forward_context, **kwargs)
         compat.order_leases(self.connector_worker)
 
