@@ -98,6 +98,7 @@ class EnginePool:
         self._interval_s = probe_interval_s
         self._monotonic = monotonic
         self._engines: dict[str, Engine] = {}
+        self._leaving: set[Engine] = set()
         self._registered: list[RegisteredEngine] = []
         self._told: set[str] = set()
         self._wake = asyncio.Event()
@@ -144,9 +145,19 @@ class EnginePool:
             if engine.static and engine.url not in named:
                 engine.static = False
                 if not engine.engine_ids:
-                    del self._engines[engine.url]
+                    self._remove(engine)
                     log.info("engine_left", engine=engine.url, source=source)
         self._on_free()
+
+    def _remove(self, engine: Engine) -> None:
+        # What runs on it may end well, or hang if it is dead: only its probes tell.
+        del self._engines[engine.url]
+        self._leaving.add(engine)
+
+    def _probed(self) -> tuple[Engine, ...]:
+        """Return the engines to probe: all, and those that left with requests of ours under way."""
+        self._leaving = {engine for engine in self._leaving if engine.outstanding}
+        return (*self.engines, *self._leaving)
 
     # What the control plane says
 
@@ -182,8 +193,9 @@ class EnginePool:
                 continue
             engine.engine_ids, engine.draining, engine.waiting = (), False, 0
             if not engine.static:
-                del self._engines[engine.url]
+                self._remove(engine)
         self.misplaced()
+        self._on_free()
 
     def misplaced(self) -> list[str]:
         """Return a line for each engine that is used in a role other than the one it registered."""
@@ -287,13 +299,13 @@ class EnginePool:
         now = self._monotonic()
         candidates = up
         if any(e.health.circuit(now) is not Circuit.CLOSED for e in up):
-            due = next((e for e in up if e.health.trial_due(now)), None)
+            # One that has no place would have the request wait for it, whoever else is idle.
+            due = next((e for e in up if e.health.trial_due(now) and self._has_place(e)), None)
             if due is not None:
                 return self._took(due, now)
             candidates = [e for e in up if e.health.circuit(now) is Circuit.CLOSED]
         candidates = candidates or up or left
-        if self._most:
-            candidates = [e for e in candidates if e.outstanding < self._most] or candidates
+        candidates = [e for e in candidates if self._has_place(e)] or candidates
         if not candidates:
             return None
         drawn = candidates
@@ -313,6 +325,9 @@ class EnginePool:
         ):
             best = prefer
         return self._took(best, now)
+
+    def _has_place(self, engine: Engine) -> bool:
+        return not self._most or engine.outstanding < self._most
 
     def _load(self, engine: Engine, now: float) -> float:
         return (engine.outstanding + engine.waiting + 1) / engine.health.weight(now, self._limits)
@@ -379,10 +394,11 @@ class EnginePool:
             while True:
                 self._wake.clear()
                 now = self._monotonic()
-                for engine in self.engines:
+                probed = self._probed()
+                for engine in probed:
                     if not engine.probing and engine.probe_at <= now:
                         self._spawn(engine)
-                due = min((e.probe_at for e in self.engines if not e.probing), default=now + self._interval_s)
+                due = min((e.probe_at for e in probed if not e.probing), default=now + self._interval_s)
                 try:
                     async with asyncio.timeout(max(0.01, due - now)):
                         await self._wake.wait()

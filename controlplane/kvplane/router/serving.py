@@ -181,9 +181,10 @@ class TurnServer:
         if turn.path is not Path.DIRECT:
             await self._prefill(turn)
         tried: set[Engine] = set()
+        failed: Engine | None = None
         retried = False
         while True:
-            engine = await self._decoder(turn, tried)
+            engine = await self._decoder(turn, tried, failed)
             if engine is None:
                 return error_answer(turn, "No decode engine can be reached.", 503)
             turn.decoder = engine
@@ -194,6 +195,7 @@ class TurnServer:
                 log.warning("decode_unreachable", engine=engine.url, problem=error.problem)
                 self._metrics.retries.labels("decode").inc()
                 tried.add(engine)
+                failed = None if engine is failed else failed
                 if turn.path is Path.DIRECT:
                     turn.went_cold("decode_unreachable")
                     await self._prefill(turn)
@@ -204,25 +206,31 @@ class TurnServer:
                     raise
                 retried = True
                 self._metrics.retries.labels("decode").inc()
-                if len(self._pool.decode_engines(turn.model)) > 1:
-                    tried.add(engine)
+                tried.add(engine)
+                failed = engine
                 # Whether the engine read anything is unknown, so nothing is used twice.
                 turn.went_cold("decode_failed")
                 await self._prefill(turn)
 
-    async def _decoder(self, turn: Turn, tried: set[Engine]) -> Engine | None:
+    async def _decoder(self, turn: Turn, tried: set[Engine], failed: Engine | None) -> Engine | None:
+        """Find an engine that was not tried, or else the one that `failed`: that may have been for once."""
         holder, only = turn.holder, turn.only_engine
         if only is not None:
-            return None if only in tried else await self._admission.place(only.url, lambda: only)
+            again = only not in tried or only is failed
+            return await self._admission.place(only.url, lambda: only) if again else None
         if turn.path is Path.DIRECT and holder is not None and holder not in tried:
             return await self._admission.place(holder.url, lambda: holder)
         return await self._admission.place(
             f"decode {turn.model}",
             # After a pull, the engine that held the conversation needs the new part only.
-            lambda: self._pool.choose(
-                self._pool.decode_engines(turn.model), exclude=tried, prefer=turn.holder
-            ),
+            lambda: self._pool.choose(self._able(turn, tried, failed), prefer=turn.holder),
         )
+
+    def _able(self, turn: Turn, tried: set[Engine], failed: Engine | None) -> list[Engine]:
+        engines = self._pool.decode_engines(turn.model)
+        if any(e.up and not self._pool.ejected(e) for e in engines if e not in tried):
+            failed = None
+        return [e for e in engines if e not in tried or e is failed]
 
     async def _prefill(self, turn: Turn) -> None:
         """Run the prefill leg, once more if it fails; without result the decode engine computes alone."""
