@@ -8,12 +8,13 @@ import aiohttp
 import pytest
 
 from kvplane.client.model import EngineRole
-from kvplane.router.admission import AdmissionLimits
+from kvplane.router.admission import Admission, AdmissionLimits
+from kvplane.router.discovery import Roles
 from kvplane.router.health import HealthLimits
 from kvplane.router.pool import Engine, EnginePool
 from tests.fakes.core import EngineConfig
 from tests.fakes.engine import FakeEngine
-from tests.router.rig import Rig, chat, rig, until
+from tests.router.rig import Rig, chat, long_text, rig, until
 
 ONE_EACH = AdmissionLimits(max_engine_requests=1)
 DECODE = EngineConfig(EngineRole.DECODE, announces_endpoint=True)
@@ -107,3 +108,89 @@ async def test_an_ejected_engine_without_a_place_is_not_tried() -> None:
         assert pool.choose(pool.engines) is well
         sick.outstanding = 1
         assert pool.choose(pool.engines) is sick
+
+
+async def test_whoever_came_first_is_first_whichever_line_it_is_in() -> None:
+    engine, order = Engine("http://e:1", prefill=False, decode=True, static=True), list[str]()
+    admission = Admission(ONE_EACH, lambda: 0.0)
+    engine.outstanding = 1
+
+    async def work(name: str, line: str) -> None:
+        await admission.place(line, lambda: engine)
+        engine.outstanding += 1
+        order.append(name)
+        await asyncio.sleep(0)
+        engine.outstanding -= 1
+        admission.freed()
+
+    lines = {"a": "1", "b": "2", "c": "2", "d": "1", "e": "2"}
+    async with asyncio.TaskGroup() as tasks:
+        for name, line in lines.items():
+            tasks.create_task(work(name, line))
+        await until(lambda: admission.queued == len(lines))
+        engine.outstanding = 0
+        admission.freed()
+    assert order == list(lines)
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_one_that_may_not_go_back_holds_up_nobody_who_may(leg: str) -> None:
+    async with rig(prefill=2, decode=2, admission=ONE_EACH) as r:
+        sick, full = r.prefill if leg == "prefill" else r.decode
+        known(r, full).outstanding += 1
+        sick.faults.append("500")
+        waiting = asyncio.create_task(r.post(chat("hello", conversation="c1")))
+        await until(lambda: r.router._admission.queued == 1)
+        assert not sick.faults
+        await asyncio.wait_for(r.say("hello", "c2"), 5)
+        known(r, full).outstanding -= 1
+        r.router._admission.freed()
+        assert (await waiting).status == 200
+        assert len(full.requests) == 1
+
+
+async def test_a_prefill_engine_that_comes_while_one_waits_is_asked() -> None:
+    async with rig(admission=ONE_EACH) as r:
+        known(r, r.p).outstanding += 1
+        waiting = asyncio.create_task(r.post(chat("hello")))
+        await until(lambda: r.router._admission.queued == 1)
+        async with FakeEngine(EngineConfig(EngineRole.PREFILL), r.plane) as more:
+            r.router.pool.found("dns", {more.url: Roles(prefill=True, decode=False)})
+            assert (await asyncio.wait_for(waiting, 5)).status == 200
+            assert len(more.requests) == 1
+        known(r, r.p).outstanding -= 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "path", "reason"), [({}, "pull", "pulled"), ({"echo": True, "n": 2}, "cold", "holder_full")]
+)
+async def test_a_direct_turn_whose_holder_is_full_runs_where_there_is_a_place(
+    asked: dict[str, object], path: str, reason: str
+) -> None:
+    async with rig(decode=2, admission=ONE_EACH) as r:
+        await r.say(long_text(200))
+        await until(lambda: r.plane.locations)
+        holder = next(e for e in r.decode if e.requests)
+        known(r, holder).outstanding += 1
+        body = chat(*r.said["c1"], "next", **asked)
+        reply = await asyncio.wait_for(r.post(body), 5)
+        assert (reply.status, reply.path, reply.reason) == (200, path, reason)
+        assert len(holder.requests) == 1
+        known(r, holder).outstanding -= 1
+        if path == "pull":
+            # It lives where the turn ran; nothing of it is left where it was.
+            await until(lambda: r.plane.finished)
+
+
+async def test_a_direct_turn_that_waits_goes_where_a_place_is_first() -> None:
+    async with rig(decode=2, admission=ONE_EACH) as r:
+        await r.say(long_text(200))
+        await until(lambda: r.plane.locations)
+        for engine in r.decode:
+            known(r, engine).outstanding += 1
+        waiting = asyncio.create_task(r.say("next"))
+        await until(lambda: r.router._admission.queued == 1)
+        other = next(e for e in r.decode if not e.requests)
+        r.router.pool.end(known(r, other))
+        assert (await asyncio.wait_for(waiting, 5)).path == "pull"
+        assert len(other.requests) == 1

@@ -49,6 +49,14 @@ class OverloadedError(Exception):
         self.retry_after_s = retry_after_s
 
 
+class _Waiting(asyncio.Event):
+    """One that waits for a place; set when it should look again. A lower `number` came earlier."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
 _WEIGHT = 0.1
 _MOST_SECONDS = 60
 
@@ -62,7 +70,8 @@ class Admission:
     def __init__(self, limits: AdmissionLimits, monotonic: Callable[[], float]) -> None:
         self._limits = limits
         self._monotonic = monotonic
-        self._lines: dict[str, deque[asyncio.Event]] = {}
+        self._lines: dict[str, deque[_Waiting]] = {}
+        self._came = 0
         self._ended_at: float | None = None
         self._between_ends_s = 0.0
         self.requests = 0
@@ -116,7 +125,8 @@ class Admission:
             )
         if line is None:
             line = self._lines[kind] = deque()
-        turn = asyncio.Event()
+        self._came += 1
+        turn = _Waiting(self._came)
         line.append(turn)
         self.queued += 1
         try:
@@ -140,6 +150,9 @@ class Admission:
                 del self._lines[kind]
 
     def freed(self) -> None:
-        """Have the first in each line look again: a place became free, or an engine came or went."""
-        for line in self._lines.values():
-            line[0].set()
+        """Have the first in each line look again: a place became free, or an engine came or went.
+
+        Lines may be for the same engines, so whoever came first looks first.
+        """
+        for turn in sorted((line[0] for line in self._lines.values()), key=lambda turn: turn.number):
+            turn.set()

@@ -22,6 +22,7 @@ from kvplane.router.deadline import deadline
 from kvplane.router.learned import Memory, RateBook
 from kvplane.router.lessons import Lessons
 from kvplane.router.metrics import RouterMetrics
+from kvplane.router.places import DecodePlaces, line
 from kvplane.router.plane import Plane
 from kvplane.router.policy import Path
 from kvplane.router.pool import Engine, EnginePool
@@ -72,6 +73,7 @@ class TurnServer:
         self._settings = settings
         self._admission = admission
         self._pool = pool
+        self._places = DecodePlaces(pool, admission)
         self._upstream = upstream
         self._plane = plane
         self._metrics = metrics
@@ -184,9 +186,13 @@ class TurnServer:
         failed: Engine | None = None
         retried = False
         while True:
-            engine = await self._decoder(turn, tried, failed)
+            engine = await self._places.find(turn, tried, failed)
             if engine is None:
                 return error_answer(turn, "No decode engine can be reached.", 503)
+            if turn.path is Path.DIRECT and turn.only_engine is None and engine is not turn.holder:
+                self._leave_holder(turn)
+                await self._prefill(turn)
+                continue
             turn.decoder = engine
             try:
                 with turn.trail.attempt("decode", engine):
@@ -212,38 +218,24 @@ class TurnServer:
                 turn.went_cold("decode_failed")
                 await self._prefill(turn)
 
-    async def _decoder(self, turn: Turn, tried: set[Engine], failed: Engine | None) -> Engine | None:
-        """Find an engine that was not tried, or else the one that `failed`: that may have been for once."""
-        holder, only = turn.holder, turn.only_engine
-        if only is not None:
-            again = only not in tried or only is failed
-            return await self._admission.place(only.url, lambda: only) if again else None
-        if turn.path is Path.DIRECT and holder is not None and holder not in tried:
-            return await self._admission.place(holder.url, lambda: holder)
-        return await self._admission.place(
-            f"decode {turn.model}",
-            # After a pull, the engine that held the conversation needs the new part only.
-            lambda: self._pool.choose(self._able(turn, tried, failed), prefer=turn.holder),
-        )
-
-    def _able(self, turn: Turn, tried: set[Engine], failed: Engine | None) -> list[Engine]:
-        engines = self._pool.decode_engines(turn.model)
-        if any(e.up and not self._pool.ejected(e) for e in engines if e not in tried):
-            failed = None
-        return [e for e in engines if e not in tried or e is failed]
+    def _leave_holder(self, turn: Turn) -> None:
+        """Have a turn whose holder has no place run elsewhere, on what a prefill engine reads from it."""
+        if turn.decode_only is None and not turn.borrowed:
+            turn.path, turn.reason = Path.PULL, "holder_full"
+        else:
+            turn.went_cold("holder_full")
 
     async def _prefill(self, turn: Turn) -> None:
         """Run the prefill leg, once more if it fails; without result the decode engine computes alone."""
         if turn.decode_only is not None:
             return
-        engines = self._pool.prefill_engines(turn.model)
         tried: set[Engine] = set()
         failed: Engine | None = None
         for _ in range(2):
             claim: Claim | None = None
             engine = await self._admission.place(
-                f"prefill {turn.model}",
-                lambda: self._prefiller(turn, engines, tried) or failed,  # noqa: B023
+                line(f"prefill {turn.model}", tried, failed),
+                lambda: self._prefiller(turn, tried) or failed,  # noqa: B023
             )
             if engine is None:
                 if turn.reason not in ("prefill_failed", "decode_failed", "decode_unreachable"):
@@ -275,7 +267,8 @@ class TurnServer:
             finally:
                 self._pool.end(engine)
 
-    def _prefiller(self, turn: Turn, engines: list[Engine], tried: set[Engine]) -> Engine | None:
+    def _prefiller(self, turn: Turn, tried: set[Engine]) -> Engine | None:
+        engines = self._pool.prefill_engines(turn.model)
         if turn.path is Path.PULL:
             able = self._prefills.choose(turn, [e for e in engines if e.up and self._pool.verifies(e)])
             if able is not None:
