@@ -152,6 +152,21 @@ def test_after_a_new_incarnation_nothing_is_freed_for_a_claim_timeout(
     assert retention.take_frees() == ["r0"]
 
 
+def test_new_incarnations_without_end_hold_nothing_that_was_agreed_on(
+    retention: Retention, time: Time
+) -> None:
+    """A caller that resets the cache again until it succeeds begins one each time."""
+    fill(retention, 6)
+    retention.hold()
+    retention.withdrawn("r0", claimed=False)
+    for _ in range(6):
+        assert retention.take_frees() == []
+        time.now += 5.1
+        retention.hold()
+        retention.tick(time.now)
+    assert retention.take_frees() == ["r0"]
+
+
 def test_below_the_floor_the_oldest_go(retention: Retention) -> None:
     fill(retention)
     retention.relieve(10)

@@ -276,10 +276,15 @@ class Retention:
             self._agree(entry)
 
     def hold(self) -> None:
-        """Free nothing early for one claim timeout: the record of who reads what is lost."""
+        """Free nothing early for one claim timeout: the record of who reads what is lost.
+
+        What was agreed on before has no reader that could have begun since, so it is not held for longer: it
+        would never go, were a new incarnation begun again and again.
+        """
         until = self._monotonic() + self.claim_timeout_s
         for entry in self._entries.values():
-            entry.hold_until = until
+            if not entry.agreed:
+                entry.hold_until = until
 
     def freed(self, request_id: str) -> bool:
         """Note that a request's blocks are free; False if it was not retained."""
