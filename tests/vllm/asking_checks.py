@@ -206,6 +206,27 @@ def check_it_can_be_turned_off_and_is_off_without_a_control_plane() -> None:
     assert ended(s, made)["kvplane"]["detail"] == "no_control_plane"
 
 
+def check_what_was_asked_for_before_a_reset_is_not_pulled_after_it() -> None:
+    for answers_first in (False, True):
+        s = prefill()
+        made = request(NAMED)
+        if answers_first:
+            assert answered(s, made) == (150, True)  # there is no room yet
+            s.reset_cache()
+        else:
+            s.on_new_request(made)
+            assert s.get_num_new_matched_tokens(made, 0) == (None, False)
+            s.reset_cache()
+            s._session.asked.finish()
+        assert s.get_num_new_matched_tokens(made, 0) == (0, False)
+        s._session.asked.finish()
+        assert client(s).unfinished() == [], "its holder need not wait for the claim's end"
+        allocated(s, made)
+        params = ended(s, made)
+        assert (params["kvplane"]["outcome"], params["kvplane"]["detail"]) == ("cold", "reset")
+        assert read_envelope(params) is not None
+
+
 def check_an_abort_at_any_moment_leaves_no_claim() -> None:
     for steps in range(7):
         s = prefill()

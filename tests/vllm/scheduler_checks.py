@@ -435,6 +435,28 @@ def check_a_turn_that_ran_through_a_reset_is_not_retained() -> None:
     assert s.request_finished(after, blocks_of(after)) == (True, None)
 
 
+def check_what_waits_through_a_reset_is_not_pulled_after_it() -> None:
+    """Its weights may be new by then. Seen: a read that was planned before was begun after."""
+    for planned in (False, True):
+        s = scheduler("kv_producer")
+        made = request(offer(list(range(200))), 300, 1)
+        s.on_new_request(made)
+        if planned:
+            assert s.get_num_new_matched_tokens(made, 0) == (200, True)  # there is no room yet
+        s.reset_cache()
+        for _ in range(2):
+            assert s.get_num_new_matched_tokens(made, 0) == (0, False)
+        allocated(s, made, 0)
+        assert "r" not in meta(s).reqs_to_recv
+        finish(made, status=RequestStatus.FINISHED_LENGTH_CAPPED)
+        _, params = s.request_finished(made, blocks_of(made))
+        assert (params["kvplane"]["outcome"], params["kvplane"]["detail"]) == ("cold", "reset")
+        assert not s._stale
+        after = request(offer(list(range(200))), 300, 1)
+        s.on_new_request(after)
+        assert s.get_num_new_matched_tokens(after, 0) == (200, True)
+
+
 def check_a_fault_of_ours_costs_reuse_only() -> None:
     s = scheduler()
 

@@ -231,10 +231,10 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
         """Return whether the blocks of a request that ends stay, and what is said of it."""
         delay: bool
         delay, params = super().request_finished(request, block_ids)
-        if _is_prefill(request):
-            return delay, self._with_report(request, params)
         stale = request.request_id in self._stale
         self._stale.discard(request.request_id)
+        if _is_prefill(request):
+            return delay, self._with_report(request, params)
         if delay and (stale or not self._keep(request, block_ids, params)):
             delay = False
             self._reqs_need_send.pop(request.request_id, None)
@@ -414,20 +414,23 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
             return None
 
     def _verify(self, request: Any) -> None:
-        """Cut what the request is to pull to what is equal; once, and again only if it waited too long."""
+        """Cut what the request is to pull to what is equal; once, and again only to pull nothing after all.
+
+        That is if it waited too long, or began before a reset: what it was to pull may be of old weights.
+        """
         request_id, params = request.request_id, request.kv_transfer_params
         plan = self._ledger.plan(request_id)
-        too_late = self._too_late(request_id)
-        if plan is None:
-            if not offers_blocks(params):
-                return
+        if not offers_blocks(params) if plan is None else plan.outcome is not None:
+            return
+        stale, too_late = request_id in self._stale, self._too_late(request_id)
+        if stale or (plan is not None and too_late):
+            plan = PullPlan(0, None, Outcome.COLD, "reset" if stale else "queued_too_long")
+            self._reader.dropped(request_id)
+        elif plan is None:
             plan = self._reader.admitted(
                 request_id, self._plan(request, too_late), params.get("remote_engine_id")
             )
             self._sight.meter.compared(params.get("remote_num_tokens"), plan.tokens, plan.outcome)
-        elif too_late and plan.outcome is None:
-            plan = PullPlan(0, None, Outcome.COLD, "queued_too_long")
-            self._reader.dropped(request_id)
         else:
             return
         self._ledger.planned(request_id, plan)

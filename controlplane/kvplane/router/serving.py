@@ -42,7 +42,7 @@ from kvplane.router.upstream import (
 
 log = structlog.get_logger("kvplane.router")
 
-_PULL_DETAILS = frozenset({"peer_breaker", "queued_too_long"})
+_PULL_DETAILS = frozenset({"peer_breaker", "queued_too_long", "reset"})
 """Details that say more than their outcome, "cold"."""
 _PULL_OUTCOMES = _PULL_DETAILS | {
     "pulled",
