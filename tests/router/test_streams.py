@@ -106,6 +106,21 @@ async def test_a_stream_that_its_engine_broke_off_does_not_end_cleanly() -> None
         assert (await r.say("still alive")).path is not None
 
 
+@pytest.mark.parametrize(("fault", "whole"), [("break_stream", False), (None, True)])
+async def test_a_client_without_chunks_can_tell_a_broken_stream_too(fault: str | None, whole: bool) -> None:
+    async with rig() as r:
+        r.d.faults.append(fault)
+        body = json.dumps(chat("hello", stream=True)).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", r.router.port)
+        writer.write(b"POST %s HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % (CHAT.encode(), len(body)) + body)
+        if whole:
+            assert (await reader.read()).endswith(b"data: [DONE]\n\n")
+        else:
+            with pytest.raises(ConnectionResetError):
+                await reader.read()
+        writer.close()
+
+
 async def test_an_error_as_first_event_is_tried_again() -> None:
     async with rig() as r:
         r.d.faults.append("error_stream")

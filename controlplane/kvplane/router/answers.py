@@ -1,9 +1,12 @@
-"""Answers that are no completion: errors of the router's, and engines' own, in the shape of the API."""
+"""Answers that are no completion: the router's errors, engines' in the shape of the API, cut streams."""
 
 from __future__ import annotations
 
+import socket
+import struct
+
 import structlog
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from kvplane.router.turn import Turn
 from kvplane.router.upstream import EngineAnswer, LegError, LegFailedError
@@ -34,6 +37,23 @@ def passed_on(turn: Turn, answer: EngineAnswer) -> web.StreamResponse:
         headers = {name: value for name, value in headers.items() if name.lower() != "content-type"}
         headers["Content-Type"] = "application/json"
     return web.Response(body=body, status=answer.status, headers=headers)
+
+
+def cut_off(request: web.Request) -> None:
+    """End a stream that broke off so that its client can tell: without the last chunk.
+
+    To HTTP/1.0, which has no chunks, any end is a whole stream's, except for a reset.
+    """
+    transport = request.transport
+    if transport is None:
+        return
+    if request.version >= HttpVersion11:
+        transport.close()
+        return
+    connection = transport.get_extra_info("socket")
+    if connection is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    transport.abort()
 
 
 def gave_up(turn: Turn, error: LegError) -> web.StreamResponse:

@@ -20,6 +20,7 @@ from aiohttp import web
 from yarl import URL
 
 from kvplane.router.admission import OverloadedError
+from kvplane.router.answers import cut_off
 from kvplane.router.bodies import Bodies
 from kvplane.router.messages import messages_error
 from kvplane.router.openai import BETWEEN_ENGINES, Body, dump, error_body
@@ -253,8 +254,7 @@ class Passing:
             log.warning("answer_broken", engine=engine.url, problem=f"{type(error).__name__}: {error}")
             if response.content_type != "text/event-stream":
                 return _error(request, "The engine broke off its answer.", 502)
-            if request.transport is not None:
-                request.transport.close()
+            cut_off(request)
             return out
         finally:
             self._pool.end(engine)

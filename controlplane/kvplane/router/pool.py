@@ -15,6 +15,7 @@ from kvplane.client.model import Engine as RegisteredEngine
 from kvplane.client.model import EngineId, EngineRole, Location
 from kvplane.router.discovery import Found, Roles, merged
 from kvplane.router.health import Circuit, Health, HealthLimits
+from kvplane.router.mistakes import no_common_model, wrong_roles
 from kvplane.router.settings import SettingsError, engine_url
 
 log = structlog.get_logger("kvplane.router")
@@ -200,13 +201,7 @@ class EnginePool:
     def misplaced(self) -> list[str]:
         """Return a line for each engine that is used in a role other than the one it registered."""
         roles = {entry.spec.engine_id: entry.spec.role for entry in self._registered}
-        lines = list[str]()
-        for engine in self.engines:
-            role = roles.get(EngineId(self.engine_id(engine)))
-            if engine.prefill and not engine.decode and role is EngineRole.DECODE:
-                lines.append(f"{engine.url} is given with --prefill, but registered as a decode engine")
-            elif engine.decode and not engine.prefill and role is EngineRole.PREFILL:
-                lines.append(f"{engine.url} is given with --decode, but registered as a prefill engine")
+        lines = wrong_roles((e, roles.get(EngineId(self.engine_id(e)))) for e in self.engines)
         for line in lines:
             if line not in self._told:
                 log.warning("engine_in_wrong_role", problem=line)
@@ -477,14 +472,7 @@ class EnginePool:
 
     def mismatch(self) -> str | None:
         """Return what is wrong if prefill and decode engines serve no model in common."""
-        prefill = frozenset[str]().union(*(e.models for e in self.engines if e.prefill))
-        decode = frozenset[str]().union(*(e.models for e in self.engines if e.decode))
-        if not prefill or not decode or prefill & decode:
-            return None
-        return (
-            f"prefill engines serve {', '.join(sorted(prefill))}, decode engines serve "
-            f"{', '.join(sorted(decode))}: start both with the same model and --served-model-name"
-        )
+        return no_common_model(self.engines)
 
     def _warn(self) -> None:
         problem = self.mismatch()

@@ -15,7 +15,7 @@ from kvplane.client.logs import hashed
 from kvplane.client.model import Claim
 from kvplane.router import identity, openai
 from kvplane.router.admission import Admission, OverloadedError
-from kvplane.router.answers import error_answer, gave_up, passed_on
+from kvplane.router.answers import cut_off, error_answer, gave_up, passed_on
 from kvplane.router.bodies import Bodies
 from kvplane.router.choice import PrefillChoice
 from kvplane.router.deadline import deadline
@@ -428,8 +428,7 @@ class TurnServer:
         """End a stream that its engine broke off so that the client can tell: without its last chunk."""
         turn.trail.cut(problem)
         log.error("stream_broken", engine=engine.url, request_id=turn.request_id, problem=problem)
-        if turn.request.transport is not None:
-            turn.request.transport.close()
+        cut_off(turn.request)
 
     async def _whole(
         self, turn: Turn, engine: Engine, response: aiohttp.ClientResponse, first: bytes
