@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -34,6 +35,10 @@ class FakePlane:
         self.begun: dict[str, Any] = {}
         """What begin_turn answers besides: members of BegunTurn."""
         self.turns_begun: Counter[m.ConversationKey] = Counter()
+        self._latest: Counter[m.ConversationKey] = Counter()
+        self._over: Counter[m.ConversationKey] = Counter()
+        """The last number of each conversation, and the last that nobody awaits: announced, or ended."""
+        self._changed = asyncio.Event()
         self._last = 0
 
     async def _enter(self, call: str, timeout_s: float | None = None) -> None:
@@ -76,9 +81,9 @@ class FakePlane:
         self, engine_id: m.EngineId, engine_epoch: int, announcement: m.Announcement
     ) -> m.AnnouncementResult:
         await self._enter("announce_location")
-        known = self.locations.get(announcement.key)
-        if known is not None and known.turn > announcement.turn:
+        if self._over[announcement.key] > announcement.turn:
             return m.AnnouncementResult(announcement.request_id, m.AnnounceOutcome.SUPERSEDED, 0.0)
+        self._settle(announcement.key, announcement.turn)
         spec = self.engines[engine_id].spec
         self.locations[announcement.key] = m.Location(
             key=announcement.key,
@@ -109,6 +114,11 @@ class FakePlane:
                 return m.ReleaseOutcome.RELEASED
         return m.ReleaseOutcome.NOTHING
 
+    def _settle(self, key: m.ConversationKey, turn: int) -> None:
+        self._over[key] = max(self._over[key], turn)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
     def _known(self, key: m.ConversationKey) -> m.Location | m.MissReason:
         location = self.locations.get(key)
         if location is None:
@@ -130,8 +140,15 @@ class FakePlane:
         timeout_s: float | None = None,
     ) -> m.BegunTurn:
         await self._enter("begin_turn", timeout_s)
+        in_flight = self._latest[key] if self._latest[key] > self._over[key] else 0
+        turn = self._latest[key] = self._next()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s or 0.0):
+                while in_flight > self._over[key]:
+                    await self._changed.wait()
         known = self._known(key)
-        turn = self._next()
+        if in_flight > self._over[key] and isinstance(known, m.MissReason):
+            known = m.MissReason.TURN_IN_FLIGHT
         found = known if isinstance(known, m.Location) else None
         miss = known if isinstance(known, m.MissReason) else None
         self.turns_begun[key] += 1
@@ -176,6 +193,7 @@ class FakePlane:
     async def end_conversation(self, key: m.ConversationKey) -> m.ReleaseOutcome:
         await self._enter("end_conversation")
         self.ended.append(key)
+        self._settle(key, self._latest[key])
         gone = self.locations.pop(key, None)
         return m.ReleaseOutcome.NOTHING if gone is None else m.ReleaseOutcome.RELEASED
 

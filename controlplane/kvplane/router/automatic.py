@@ -1,4 +1,9 @@
-"""Turns of conversations that their clients do not name: see `history`."""
+"""Turns of conversations that their clients do not name: see `history`.
+
+A turn that is numbered at a place is waited for, and keeps others from it, until it is announced there. So a
+place is looked at before a turn is numbered, and where one was only to learn of the turn before, the place is
+ended as soon as there is nothing left to find.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +32,8 @@ class AutomaticTurn:
 async def begin(plane: Plane, key: ConversationKey, trace: Trace, wait_s: float) -> AutomaticTurn | None:
     """Begin a turn and find the one before; `key` has tenant, model and adapter. None: plane unavailable.
 
-    One exchange with the control plane for a first turn, two at once for others; more where several turns
-    have the same name.
+    Two exchanges with the control plane, for what has not been said before; more where several turns have
+    the same name.
     """
     if trace.before is None or trace.before == trace.own:
         return await _begin_own(plane, key, trace)
@@ -42,6 +47,11 @@ async def begin(plane: Plane, key: ConversationKey, trace: Trace, wait_s: float)
         return replace(own, before=own.begun.location.key)
     learned = replace(found, turn=own.begun.turn, key=own.begun.key)
     return AutomaticTurn(learned, found.key)
+
+
+def taken(plane: Plane, location: Location) -> None:
+    """Note that the turn before has been claimed: its place is free for who says the same again."""
+    plane.end_later(location.key)
 
 
 async def look_up(plane: Plane, key: ConversationKey, trace: Trace) -> Location | MissReason | None:
@@ -61,21 +71,28 @@ def _at(key: ConversationKey, name: str, place: int) -> ConversationKey:
 
 async def _begin_own(plane: Plane, key: ConversationKey, trace: Trace) -> AutomaticTurn | None:
     """Begin the turn at the first place that nobody has; what is at the others may be borrowed."""
-    borrowed: BegunTurn | None = None
+    borrowed: Location | None = None
     place = 0
     while True:
-        begun = await plane.begin_turn(_at(key, trace.own, place), wait_s=0.0)
+        at = _at(key, trace.own, place)
+        place += 1
+        known = await plane.lookup(at)
+        if known is None:
+            return None
+        if isinstance(known, Location):
+            borrowed = borrowed or known
+            if place < PLACES:
+                continue
+        begun = await plane.begin_turn(at, wait_s=0.0)
         if begun is None:
             return None
-        if begun.location is not None and borrowed is None:
-            borrowed = begun
+        borrowed = borrowed or begun.location
         is_free = begun.location is None and begun.miss is not MissReason.TURN_IN_FLIGHT
-        place += 1
         if is_free or place == PLACES:
             break
     if borrowed is None:
         return AutomaticTurn(begun, None)
-    return AutomaticTurn(replace(begun, location=borrowed.location, miss=None), borrowed.key, borrowed=True)
+    return AutomaticTurn(replace(begun, location=borrowed, miss=None), borrowed.key, borrowed=True)
 
 
 async def _begin_after(plane: Plane, key: ConversationKey, name: str, wait_s: float) -> BegunTurn | None:
@@ -89,6 +106,8 @@ async def _begin_after(plane: Plane, key: ConversationKey, name: str, wait_s: fl
             begun = await _when_announced(plane, begun, wait_s)
         if begun.location is not None:
             return begun
+        if begun.miss is not MissReason.TURN_IN_FLIGHT:
+            plane.end_later(begun.key)
         first = first or begun
         if begun.turn_index <= 1:
             break  # Nobody has ever begun a turn there, so nor at the next.

@@ -179,6 +179,10 @@ class Plane:
         """End a conversation; tells whether the control plane has answered."""
         return await self._ask("end_conversation", lambda: self._turns.end_conversation(key)) is not None
 
+    def end_later(self, key: ConversationKey) -> None:
+        """End a conversation in the background."""
+        self._spawn(self.end(key))
+
     async def touch(self, key: ConversationKey, ttl_s: float) -> bool | None:
         """Ask for a conversation to be kept for so long; tells whether there is something to keep."""
         return await self._touch(key, ttl_s, 0)

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from kvplane.client.logs import hashed
 from kvplane.client.model import Claim
-from kvplane.router import identity, openai
+from kvplane.router import automatic, identity, openai
 from kvplane.router.admission import Admission, OverloadedError
 from kvplane.router.answers import cut_off, error_answer, gave_up, passed_on
 from kvplane.router.bodies import Bodies
@@ -283,6 +283,8 @@ class TurnServer:
             return None
         answer = await self._plane.claim(turn.location.key, turn.location, self._pool.engine_id(engine))
         if isinstance(answer, Claim):
+            if turn.trace is not None:
+                automatic.taken(self._plane, answer.location)
             return answer
         if answer is None:
             turn.went_cold("plane_unavailable")
