@@ -113,6 +113,15 @@ async def test_params_are_dropped_there_too_case_33() -> None:
         assert json.loads(raw) == body
 
 
+async def test_params_are_dropped_however_their_name_is_written() -> None:
+    async with rig() as r:
+        sent = rb'[{"kv\u005ftransfer_params": {"a": 1}, "input": "x"}]', rb'{"ec\u005ftransfer_params": 1}'
+        for raw in sent:
+            await r.post(raw, to="/v1/embeddings")
+        passed = [json.loads(raw) for engine in (r.p, r.d) for _, raw in engine.passed]
+        assert sorted(passed, key=str) == [[{"input": "x"}], {}]
+
+
 async def test_version_is_the_engines_and_the_routers() -> None:
     async with rig() as r, r.http.get(r.url + "/version") as response:
         answer = await response.json()

@@ -7,10 +7,11 @@ reachable through a router: it would reach one engine of many.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -238,7 +239,8 @@ class Passing:
             if response.content_type != "text/event-stream":
                 body = await response.read()
                 if b"_transfer_params" in body:
-                    body = _changed(body, scrub)
+                    with contextlib.suppress(ValueError, RecursionError):
+                        body = _scrubbed(json.loads(body), body)
                 return web.Response(body=body, status=response.status, headers=headers)
             out = web.StreamResponse(status=response.status, headers=headers)
             await out.prepare(request)
@@ -271,21 +273,16 @@ def _model_of(request: web.Request, raw: bytes) -> tuple[str, bytes]:
     except (ValueError, RecursionError):
         return "", raw  # The engine says what is wrong with it.
     model = body.get("model") if isinstance(body, dict) else None
-    if b"_transfer_params" in raw:
-        raw = _changed(raw, scrub)
-    return (model if isinstance(model, str) else ""), raw
+    # A client can write a name in many ways, so it is the values that are looked through.
+    return (model if isinstance(model, str) else ""), _scrubbed(body, raw)
 
 
-def _changed(raw: bytes, change: Callable[[Body], None]) -> bytes:
-    """Return JSON with a change to each object at its top; other bytes as they are."""
-    try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError):
-        return raw
+def _scrubbed(value: Any, raw: bytes) -> bytes:
+    """Return JSON without what steers KV transfers in each object at its top; else its bytes as they are."""
     changed = False
     for item in _objects(value):
         if any(name in item for name in BETWEEN_ENGINES):
-            change(item)
+            scrub(item)
             changed = True
     return dump(value) if changed else raw
 
