@@ -119,6 +119,17 @@ async def test_many_small_values_are_400_before_they_are_built() -> None:
         assert (reply.status, "2,000,000 values" in reply.body["error"]["message"]) == (400, True)
 
 
+async def test_messages_in_messages_are_served_or_400() -> None:
+    async with unharmed() as r:
+        statuses = list[int]()
+        for depth in range(100, 520, 15):
+            content = b'[{"content":' * depth + b'"x"' + b"}]" * depth
+            said = b'{"model": "fake", "messages": [{"role": "user", "content": ' + content + b"}]}"
+            statuses.append((await r.post(said)).status)
+        assert set(statuses) == {200, 400}
+        assert sorted(statuses) == statuses
+
+
 def test_a_prompt_of_a_million_token_ids_is_not_too_many_values() -> None:
     body = json.dumps({"prompt": list(range(1_000_000))}).encode()
     assert len(openai.parse_body(body)["prompt"]) == 1_000_000

@@ -165,7 +165,10 @@ class TurnPlanner:
         sources = self._settings.identity_sources
         conversation, turn.identity = identity.conversation_id(body, request.headers, sources)
         if turn.identity == identity.AUTOMATIC:
-            turn.trace = trace(turn.api.history(body), body, request.headers)
+            try:
+                turn.trace = trace(turn.api.history(body), body, request.headers)
+            except RecursionError:
+                raise openai.BadRequestError("The request body is nested too deeply.") from None
             conversation = Trace.at(turn.trace.own, 0) if turn.trace is not None else None
         turn.decode_only = turn.api.decode_only_reason(body)
         turn.only_engine = self._only_engine(turn)
