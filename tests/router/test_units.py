@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvplane.client.logs import hashed
 from kvplane.client.model import ConversationKey
 from kvplane.router import openai
+from kvplane.router.app import APIS
 from kvplane.router.chat import ChatCompletions, Completions
 from kvplane.router.identity import IdentityError, conversation_id, tenant_of
 from kvplane.router.learned import Average, Memory, RateBook
@@ -297,3 +298,37 @@ def test_wrong_urls_name_flag_and_remedy(value: str, says: str) -> None:
 def test_settings_that_make_no_sense(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(SettingsError, match=says):
         RouterSettings(**settings)
+
+
+# Streams
+
+
+CHAT_ERROR = b'data: {"error": {"message": "x", "code": 500}}\n\n'
+RESPONSES_FIRST = b"event: response.created\ndata: {}\n\nevent: response.in_progress\ndata: {}\n\n"
+RESPONSES_FAILED = b"event: response.failed\ndata: {}\n\n"
+ANTHROPIC_ERROR = b'event: error\ndata: {"type": "error"}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("path", "stream"),
+    [
+        ("/v1/chat/completions", CHAT_ERROR),
+        ("/v1/completions", CHAT_ERROR),
+        ("/v1/responses", CHAT_ERROR),
+        ("/v1/responses", RESPONSES_FIRST + RESPONSES_FAILED),
+        ("/v1/messages", CHAT_ERROR),
+        ("/v1/messages", ANTHROPIC_ERROR),
+    ],
+)
+def test_an_error_at_the_beginning_of_a_stream_is_one_wherever_it_is_cut(path: str, stream: bytes) -> None:
+    api = APIS[path]
+    assert [cut for cut in range(len(stream)) if api.begun(stream[:cut])] == []
+    assert api.begun(stream)
+    assert api.stream_error(stream) is not None
+
+
+@pytest.mark.parametrize("path", APIS)
+def test_what_is_no_error_is_passed_on_at_once(path: str) -> None:
+    first = RESPONSES_FIRST + b"event: response.x\n\n" if path == "/v1/responses" else b'data: {"id'
+    assert APIS[path].begun(first)
+    assert APIS[path].stream_error(first) is None

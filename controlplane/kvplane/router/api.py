@@ -14,6 +14,7 @@ _MESSAGE_OVERHEAD = 16
 """Characters that stand for the template's markup around one message."""
 _ATTACHMENT = 1024
 """Characters that stand for a part which is no text: the base64 of an image says nothing about its tokens."""
+_ERROR = b'data: {"error"'
 _TOOL_ENDS = frozenset({"tool_calls", "function_call", "tool_use"})
 
 
@@ -39,6 +40,8 @@ class Api(ABC):
     """Fields that limit the reply's length; the first one is set where a request has none."""
     not_for_prefill: ClassVar[tuple[str, ...]] = ()
     """Fields that make no sense for a reply of one token, or would keep it."""
+    errors: ClassVar[tuple[bytes, ...]] = (_ERROR,)
+    """How streams begin that are nothing but an error."""
 
     # Requests
 
@@ -105,12 +108,16 @@ class Api(ABC):
     # Streams
 
     def begun(self, first: bytes) -> bool:
-        """Tell whether the beginning of a stream shows that the engine has begun to answer."""
-        return True
+        """Tell whether the beginning of a stream shows that the engine has begun to answer.
+
+        What is, or may yet become, an error is read to the end of its event.
+        """
+        maybe = any(first.startswith(start[: len(first)]) for start in self.errors)
+        return not maybe or b"\n\n" in first
 
     def stream_error(self, first: bytes) -> bytes | None:
         """Return the error that a stream begins with, as the body of an answer; None if it does not."""
-        if first.startswith(b'data: {"error"'):
+        if first.startswith(_ERROR):
             return _json_or_none(first.split(b"\n", 1)[0][6:]) or self.error_body(BROKE, 500)
         return None
 

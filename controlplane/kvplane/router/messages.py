@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from kvplane.router.api import BROKE, Api, Said, count, ends_with_tools, messages_text, objects
 from kvplane.router.openai import NO_TEXT, Body, PromptText, dump
 
+_ERROR = b"event: error"
 _KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -31,6 +32,7 @@ class Messages(Api):
     """POST /v1/messages."""
 
     path = "/v1/messages"
+    errors = (*Api.errors, _ERROR)
     limits = ("max_tokens",)
     not_for_prefill = ("min_tokens", "stream_options")
 
@@ -85,7 +87,7 @@ class Messages(Api):
 
     def stream_error(self, first: bytes) -> bytes | None:
         """See Api."""
-        if not first.startswith(b"event: error"):
+        if not first.startswith(_ERROR):
             return super().stream_error(first)
         for line in first.split(b"\n"):
             if line.startswith(b"data: "):

@@ -85,8 +85,8 @@ class Responses(Api):
 
     def begun(self, first: bytes) -> bool:
         """See Api. The first two events are sent before anything has been computed."""
-        events = first.split(b"\n\n")
-        return any(event and not event.startswith(_FIRST_EVENTS) for event in events[:3]) or len(events) > 3
+        *events, _ = first.split(b"\n\n")  # of the last one, more is to come
+        return any(not event.startswith(_FIRST_EVENTS) for event in events[:3]) or len(events) > 2
 
     def stream_error(self, first: bytes) -> bytes | None:
         """See Api."""
