@@ -7,7 +7,7 @@ import ipaddress
 import secrets
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import structlog
 import uvloop
@@ -25,6 +25,7 @@ from kvplane.router.policy import PathMode, Thresholds
 from kvplane.router.settings import KubernetesSettings, RouterSettings, SettingsError
 from kvplane.router.siblings import Siblings
 from kvplane.store.clock import SystemClock
+from kvplane.store.errors import StoreError
 from kvplane.store.url import StoreUrlError, open_store, without_password
 
 log = structlog.get_logger(__name__)
@@ -98,6 +99,9 @@ async def _control_plane(config: Config) -> AsyncIterator[ControlPlaneServer]:
                 await server.start(_joined(config.grpc_host, config.grpc_port))
             except AddressInUseError as error:
                 raise StartError(f"--grpc-port: {error}") from None
+            with suppress(StoreError):  # it may not be there yet
+                if (caution := await store.caution()) is not None:
+                    log.warning("store_unsound", problem=caution)
             yield server
         finally:
             await server.stop(min(5.0, config.drain_timeout))

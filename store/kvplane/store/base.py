@@ -176,6 +176,10 @@ class Store(ABC):
         FutureRevisionError for a revision above the current + 1. Ends with StoreClosedError on `aclose`.
         """
 
+    async def caution(self) -> str | None:
+        """Return what speaks against trusting this backend, for its operator; None if nothing is known."""
+        return None
+
     @abstractmethod
     async def aclose(self) -> None:
         """Let go of everything. Idempotent."""

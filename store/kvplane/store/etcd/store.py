@@ -12,11 +12,12 @@ from kvplane.etcd.v1 import etcd_pb2 as pb
 from kvplane.store.base import Compare, EventBatch, KeyValue, Lease, Operation, Page, Put, Store, Transaction
 from kvplane.store.clock import Clock
 from kvplane.store.errors import LeaseNotFoundError, StoreClosedError
+from kvplane.store.etcd import versions
 from kvplane.store.etcd.batching import IN_FLIGHT, CommitCounters, Committed, GroupCommit
 from kvplane.store.etcd.client import EtcdClient, unavailable
 from kvplane.store.etcd.convert import found, key_value, range_end, reads, transaction
 from kvplane.store.etcd.leases import Leases
-from kvplane.store.etcd.methods import RANGE, TXN
+from kvplane.store.etcd.methods import RANGE, STATUS, TXN
 from kvplane.store.etcd.settings import EtcdSettings
 from kvplane.store.etcd.watch import EtcdWatch
 from kvplane.store.limits import check_key, check_scan, check_transaction
@@ -93,6 +94,15 @@ class EtcdStore(Store):
     def watch(self, prefix: bytes, *, from_revision: int = 0) -> AsyncIterator[EventBatch]:
         """See Store. After a cancelled step, and after StoreUnavailableError, the next step goes on."""
         return EtcdWatch(self._client, self._prefix, prefix, from_revision)
+
+    async def caution(self) -> str | None:
+        """See Store. Goes by the version of one member."""
+        self._check_open()
+        try:
+            status = await self._client.repeated(STATUS, pb.StatusRequest())
+        except grpc.aio.AioRpcError as error:
+            raise unavailable(error) from None
+        return versions.caution(status.version)
 
     async def aclose(self) -> None:
         """See Store. Calls under way end with StoreClosedError."""
