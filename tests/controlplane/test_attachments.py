@@ -13,6 +13,7 @@ from kvplane.controlplane import eager, turn_streams, validate
 from kvplane.controlplane import model as m
 from kvplane.controlplane.errors import InvalidFieldError, SupersededStreamError
 from kvplane.controlplane.turn_streams import MAX_OUTSTANDING, multiplexed
+from kvplane.store.errors import StoreUnavailableError
 from kvplane.v1 import common_pb2, engine_pb2, location_pb2
 from tests.controlplane.harness import PARAMS, Rig, announcement
 
@@ -49,6 +50,36 @@ async def test_a_lost_stream_counts_at_once_even_if_its_reader_cannot_be_stopped
     let_go.set()
     with pytest.raises(asyncio.CancelledError):
         await handler
+
+
+async def test_that_a_stream_was_lost_is_told_until_the_store_takes_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen with an engine killed while etcd was away: its lease began anew when etcd came back."""
+    engine, registry = await rig.engine(), rig.plane.attachments._engines
+    tell, away = registry.tell_silent, True
+
+    async def tell_silent(engine_id: str, engine_epoch: int, stream: int) -> None:
+        if away:
+            raise StoreUnavailableError("away")
+        await tell(engine_id, engine_epoch, stream)
+
+    def told() -> bool:
+        stored = registry.find("d").value
+        return stored is not None and stored.contact is m.EngineContact.SILENT
+
+    monkeypatch.setattr(registry, "tell_silent", tell_silent)
+
+    async def requests() -> AsyncIterator[engine_pb2.AttachEngineRequest]:
+        yield engine_pb2.AttachEngineRequest(sequence=1, hello=_hello(engine))
+
+    async for _ in rig.plane.attachments.serve(requests()):
+        pass
+    await rig.clock.advance(1)
+    assert not told()
+    away = False
+    await rig.clock.advance(1)
+    assert told()
 
 
 def _hello(engine: m.Engine) -> engine_pb2.EngineHello:

@@ -39,6 +39,7 @@ _SMALL_MS = 1000
 """What a location lacks of the life that is wanted of it, and its engine is not asked for."""
 _MAX_UNREAD = 64
 """Acknowledgements that may wait for the engine to read them."""
+_TELL_AGAIN_S = 0.25
 _STOP_S = 5.0
 """How long a reader that does not stop is waited for."""
 
@@ -126,10 +127,17 @@ class Attachments:
             task.add_done_callback(self._telling.discard)
 
     async def _tell_silent(self, at: tuple[str, int], stream: int) -> None:
-        try:
-            await self._engines.tell_silent(*at, stream)
-        except (StoreError, ContentionError) as error:
-            log.warning("engine_silence_not_told", engine_id=at[0], cause=str(error))
+        """Tell it again until it is told: an etcd that comes back lets the lease begin anew."""
+        warned = False
+        while True:
+            try:
+                await self._engines.tell_silent(*at, stream)
+                return
+            except (StoreError, ContentionError) as error:
+                if not warned:
+                    log.warning("engine_silence_not_told", engine_id=at[0], cause=str(error))
+                warned = True
+            await self._ledger.clock.sleep(_TELL_AGAIN_S)
 
     def _on_order(self, event: Event) -> None:
         if event.current is not None and self._open:
