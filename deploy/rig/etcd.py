@@ -140,7 +140,13 @@ class EtcdServer(RigProcess):
 
     def pause(self) -> None:
         """Stop it where it stands (SIGSTOP): connections stay open, and nothing answers."""
-        self._signal(signal.SIGSTOP)
+        stopped = self._signal(signal.SIGSTOP)
+        # Under load a thread on another core goes on for a moment, and still answers.
+        ends = time.monotonic() + 5.0
+        while not all(_stands(pid) for pid in stopped):
+            if time.monotonic() > ends:
+                raise RigError(f"{self.name} was not stopped by SIGSTOP")
+            time.sleep(0.005)
 
     def resume(self) -> None:
         """Let it go on after `pause` (SIGCONT)."""
@@ -203,14 +209,24 @@ class EtcdServer(RigProcess):
         for alarm in self.call("/v3/maintenance/alarm", {}).get("alarms", ()):
             self.call("/v3/maintenance/alarm", {**alarm, "action": "DEACTIVATE"})
 
-    def _signal(self, number: signal.Signals) -> None:
-        """Send a signal to etcd itself, which leads a process group of its own below the guard."""
+    def _signal(self, number: signal.Signals) -> list[int]:
+        """Send a signal to etcd itself, which leads a process group below the guard; return who got it."""
         if self._guard is None or self._guard.poll() is not None:
             raise RigError(f"{self.name} is not running")
         guard = self._guard.pid
-        children = Path(f"/proc/{guard}/task/{guard}/children").read_text().split()
+        children = [int(pid) for pid in Path(f"/proc/{guard}/task/{guard}/children").read_text().split()]
         for child in children:
-            os.killpg(int(child), number)
+            os.killpg(child, number)
+        return children
+
+
+def _stands(pid: int) -> bool:
+    """Whether all threads of a process are stopped."""
+    try:
+        stats = [stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:  # a thread has just ended
+        return False
+    return all(stat.rpartition(")")[2].split()[0] in "Tt" for stat in stats)
 
 
 class EtcdCluster:
