@@ -27,7 +27,7 @@ test: lint test-fast test-robustness vllm
 	$(BIN)/python -m pytest -m vllm --durations=15
 
 test-fast: venv
-	$(BIN)/python -m pytest -n 2 -m "not vllm and not robustness"
+	$(BIN)/python -m pytest -m "not vllm and not robustness"
 
 test-robustness: venv
 	$(BIN)/python -m pytest -m robustness
