@@ -7,7 +7,9 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -88,8 +90,22 @@ async def test_config_show_shows_no_password() -> None:
         stdout=asyncio.subprocess.PIPE,
     )
     said, _ = await asyncio.wait_for(process.communicate(), 30)
-    assert b"store = 'etcd://u:***@h1:1,h2:2/p'" in said
+    assert b'store = "etcd://u:***@h1:1,h2:2/p"' in said
     assert b"secret" not in said
+
+
+def test_what_config_show_prints_is_a_configuration_file(tmp_path: Path) -> None:
+    def shown(*arguments: str, **environment: str) -> bytes:
+        command = (*PROGRAM, "config", "show", *arguments)
+        return subprocess.run(
+            command, env={**os.environ, **environment}, stdout=subprocess.PIPE, check=True
+        ).stdout
+
+    said = shown(KVPLANE_PREFILL="http://p:1,http://q:1", KVPLANE_TENANT='"é\\', KVPLANE_PORT="8123")
+    assert b'prefill = ["http://p:1", "http://q:1"]' in said
+    file = tmp_path / "kvplane.toml"
+    file.write_bytes(said)
+    assert shown("--config", str(file)) == said
 
 
 async def test_taken_ports_are_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import tomllib
@@ -238,6 +239,12 @@ def load_config(
 def environment_with(**more: str) -> dict[str, str]:
     """Return this process's environment and more, for a process that it starts."""
     return {**os.environ, **more}
+
+
+def toml_line(name: str, value: object) -> str:
+    """Return an option as a line of a configuration file; a comment where it has no value."""
+    # What JSON can say of numbers, booleans, text and lists, is TOML too.
+    return f"# {name} is not set" if value is None else f"{name} = {json.dumps(value, ensure_ascii=False)}"
 
 
 def _spelled(name: str, given: Mapping[str, Any], tables: Mapping[str, Any]) -> str:

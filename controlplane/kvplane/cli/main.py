@@ -11,7 +11,7 @@ import typer
 from kvplane.cli import options as o
 from kvplane.cli import run
 from kvplane.cli.bench import bench_app
-from kvplane.cli.config import Config, ConfigError, load_config
+from kvplane.cli.config import Config, ConfigError, load_config, toml_line
 from kvplane.cli.explain import explain
 from kvplane.cli.logs import configure_logs
 from kvplane.cli.store import store_app
@@ -183,11 +183,11 @@ def up(
 
 @config_app.command("show")
 def config_show(config: o.ConfigFile = None) -> None:
-    """Print the effective configuration, from file, environment and defaults."""
+    """Print the effective configuration, from file, environment and defaults, as a TOML file for --config."""
     effective = _load({"config": config})
     for name in Config.model_fields:
         value = getattr(effective, name)
-        typer.echo(f"{name} = {(without_password(value) if name == 'store' else value)!r}")
+        typer.echo(toml_line(name, without_password(value) if name == "store" else value))
 
 
 def main() -> int:

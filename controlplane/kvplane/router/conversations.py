@@ -17,6 +17,7 @@ from kvplane.router.settings import RouterSettings
 _ONE = "/v1/conversations/{conversation_id:[^/]+}"
 _PATH = re.compile(r"/v1/conversations/.+", re.DOTALL)
 _MOST_S = 86_400
+_NO_MODEL = "No decode engine answers yet: name the model, as in ?model=NAME."
 
 
 def is_path(path: str) -> bool:
@@ -50,7 +51,7 @@ class Conversations:
         try:
             key = self._key(request)
         except _NoModelError:
-            return _unavailable("No decode engine answers yet: name the model, as in ?model=NAME.")
+            return _unavailable(_NO_MODEL)
         except openai.BadRequestError as error:
             return _refused(error)
         if self._plane is not None and not await self._plane.end(key):
@@ -62,7 +63,7 @@ class Conversations:
         try:
             key, ttl_s = self._key(request), self._ttl_s(await request.read())
         except _NoModelError:
-            return _unavailable("No decode engine answers yet: name the model, as in ?model=NAME.")
+            return _unavailable(_NO_MODEL)
         except openai.BadRequestError as error:
             return _refused(error)
         except web.HTTPRequestEntityTooLarge:
