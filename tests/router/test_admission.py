@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvplane.router.admission import Admission, AdmissionLimits, OverloadedError
 from kvplane.router.deadline import deadline
-from kvplane.router.pool import Engine as PoolEngine
+from kvplane.router.engine import Engine as PoolEngine
 from tests.router.rig import CHAT, chat, long_text, rig, until
 
 

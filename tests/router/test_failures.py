@@ -170,7 +170,7 @@ async def test_requests_on_an_engine_that_goes_silent_are_served_by_another() ->
         for engine in r.decode:
             engine.faults.clear()
         silent.up = False
-        r.router.pool._free_waits(silent)
+        r.router.pool._went_down(silent)
         reply = await waiting
         assert reply.status == 200
         assert reply.text == expected_reply(chat("hello"))

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvplane.router.discovery import Roles
+from kvplane.router.engine import Engine
 from kvplane.router.health import Circuit, Health, HealthLimits
-from kvplane.router.pool import Engine, EnginePool
+from kvplane.router.pool import EnginePool
 from tests.router.rig import rig, until
 
 LIMITS = HealthLimits(consecutive_failures=3, window_s=30, min_requests=10, ejection_s=5, max_ejection_s=20)

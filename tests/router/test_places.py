@@ -10,8 +10,9 @@ import pytest
 from kvplane.client.model import EngineRole
 from kvplane.router.admission import Admission, AdmissionLimits
 from kvplane.router.discovery import Roles
+from kvplane.router.engine import Engine
 from kvplane.router.health import HealthLimits
-from kvplane.router.pool import Engine, EnginePool
+from kvplane.router.pool import EnginePool
 from tests.fakes.core import EngineConfig
 from tests.fakes.engine import FakeEngine
 from tests.router.rig import Rig, chat, long_text, rig, until

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvplane.router.engine import Engine
 from kvplane.router.learned import Memory, RateBook
 from kvplane.router.policy import Path
-from kvplane.router.pool import Engine, EnginePool
+from kvplane.router.pool import EnginePool
 
 if TYPE_CHECKING:
     from kvplane.router.turn import Turn

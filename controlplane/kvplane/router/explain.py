@@ -16,7 +16,8 @@ from kvplane.router.policy import Decision, Rates, TurnFacts
 
 if TYPE_CHECKING:
     from kvplane.client.model import ConversationKey
-    from kvplane.router.pool import Engine, EnginePool
+    from kvplane.router.engine import Engine
+    from kvplane.router.pool import EnginePool
     from kvplane.router.turn import Turn
 
 _PREFIX = "/debug/turns/"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvplane.router.engine import Engine
 from kvplane.router.learned import Memory, RateBook
 from kvplane.router.policy import Path
-from kvplane.router.pool import Engine
 from kvplane.router.turn import Turn
 from kvplane.router.upstream import Prefilled
 

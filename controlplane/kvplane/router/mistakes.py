@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvplane.client.model import EngineRole
 
 if TYPE_CHECKING:
-    from kvplane.router.pool import Engine
+    from kvplane.router.engine import Engine
 
 
 def wrong_roles(roles: Iterable[tuple[Engine, EngineRole | None]]) -> list[str]:

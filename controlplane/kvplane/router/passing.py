@@ -23,9 +23,10 @@ from yarl import URL
 from kvplane.router.admission import OverloadedError
 from kvplane.router.answers import cut_off
 from kvplane.router.bodies import Bodies
+from kvplane.router.engine import Engine
 from kvplane.router.messages import messages_error
 from kvplane.router.openai import BETWEEN_ENGINES, Body, dump, error_body
-from kvplane.router.pool import Engine, EnginePool
+from kvplane.router.pool import EnginePool
 from kvplane.router.replies import StreamGuard, scrub
 from kvplane.router.response_id import engine_tag, read_response_id
 from kvplane.router.responses import Responses

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from kvplane.router.admission import Admission
+from kvplane.router.engine import Engine
 from kvplane.router.policy import Path
-from kvplane.router.pool import Engine, EnginePool
+from kvplane.router.pool import EnginePool
 from kvplane.router.turn import Turn
 
 

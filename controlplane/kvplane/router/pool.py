@@ -5,70 +5,20 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 
 import aiohttp
 import structlog
-from yarl import URL
 
 from kvplane.client.model import Engine as RegisteredEngine
 from kvplane.client.model import EngineId, EngineRole, Location
 from kvplane.router.discovery import Found, Roles, merged
-from kvplane.router.health import Circuit, Health, HealthLimits
+from kvplane.router.engine import Engine
+from kvplane.router.health import Circuit, HealthLimits
 from kvplane.router.mistakes import no_common_model, wrong_roles
+from kvplane.router.probes import Prober
 from kvplane.router.settings import SettingsError, engine_url
 
 log = structlog.get_logger("kvplane.router")
-
-_DOWN_PROBE_S = 0.5
-_PROBE_TIMEOUT_S = 2.0
-_MODELS_EVERY_S = 30.0
-
-
-@dataclass(slots=True, eq=False)
-class Engine:
-    """An engine by its base URL, with what is known of it at present."""
-
-    url: str
-    prefill: bool
-    decode: bool
-    static: bool
-    """Named by a flag, DNS or Kubernetes, and not only by the control plane's registry."""
-    up: bool = True
-    """False after a failed connection or probe, until a probe succeeds."""
-    outstanding: int = 0
-    """Requests of this router's that it works on."""
-    waiting: int = 0
-    """Requests it last reported as waiting."""
-    ahead_tokens: int = 0
-    """Prompt tokens of this router's that it has still to compute, estimated."""
-    draining: bool = False
-    engine_ids: tuple[str, ...] = ()
-    """As registered; several where data-parallel ranks share the URL."""
-    learned_id: str = ""
-    """From its answers, for engines that register without an endpoint."""
-    verifies: bool | None = None
-    """Whether its connector checks fingerprints; None before an answer has shown it."""
-    models: frozenset[str] = frozenset()
-    """Served models; empty while unknown."""
-    chosen_at: int = 0
-    """Which choice it was last; larger is later."""
-    waits: set[asyncio.Timeout] = field(default_factory=set)
-    """Of requests that have no byte of an answer from it yet."""
-    health: Health = field(default_factory=Health)
-    """What its answers to requests say."""
-    timeouts: int = 0
-    probing: bool = False
-    probe_at: float = 0.0
-    models_at: float = 0.0
-    _urls: dict[str, URL] = field(default_factory=dict)
-
-    def at(self, path: str) -> URL:
-        """Return the URL of a path on it. Each is kept, so none that a client has written belongs here."""
-        url = self._urls.get(path)
-        if url is None:
-            url = self._urls[path] = URL(self.url + path)
-        return url
 
 
 class EnginePool:
@@ -91,19 +41,24 @@ class EnginePool:
         on_free: Callable[[], None] = lambda: None,
         chance: random.Random | None = None,
     ) -> None:
-        self._session = session
         self._limits = health or HealthLimits()
         self._most = max_engine_requests
         self._on_free = on_free
         self._chance = chance or random.Random()
-        self._interval_s = probe_interval_s
         self._monotonic = monotonic
         self._engines: dict[str, Engine] = {}
         self._leaving: set[Engine] = set()
         self._registered: list[RegisteredEngine] = []
         self._told: set[str] = set()
-        self._wake = asyncio.Event()
-        self._probes: set[asyncio.Task[None]] = set()
+        self._prober = Prober(
+            session,
+            self._probed,
+            interval_s=probe_interval_s,
+            monotonic=monotonic,
+            on_up=on_free,
+            on_down=self._went_down,
+            on_models=self._warn,
+        )
         self._choices = 0
         self._settled = False
         self._warned: frozenset[str] = frozenset()
@@ -123,7 +78,7 @@ class EnginePool:
         if self._settled:
             # A newcomer has nothing to do, and would get everything at once.
             engine.health.came_back(self._monotonic())
-        self._wake.set()
+        self._prober.wake()
         return engine
 
     @property
@@ -362,7 +317,7 @@ class EnginePool:
             [
                 e.health
                 for e in self.engines
-                if e is not engine and e.up and getattr(e, role) and _same_work(e, engine)
+                if e is not engine and e.up and getattr(e, role) and e.serves_like(engine)
             ]
             for role in ("prefill", "decode")
             if getattr(engine, role)
@@ -380,95 +335,23 @@ class EnginePool:
         engine.up = False
         engine.verifies = None
         engine.probe_at = 0.0
-        self._wake.set()
+        self._prober.wake()
         self._on_free()
 
     async def run(self) -> None:
         """Probe until cancelled."""
-        try:
-            while True:
-                self._wake.clear()
-                now = self._monotonic()
-                probed = self._probed()
-                for engine in probed:
-                    if not engine.probing and engine.probe_at <= now:
-                        self._spawn(engine)
-                due = min((e.probe_at for e in probed if not e.probing), default=now + self._interval_s)
-                try:
-                    async with asyncio.timeout(max(0.01, due - now)):
-                        await self._wake.wait()
-                except TimeoutError:
-                    continue
-        finally:
-            for task in tuple(self._probes):
-                task.cancel()
-            await asyncio.gather(*self._probes, return_exceptions=True)
+        await self._prober.run()
 
     async def probe_all(self) -> None:
         """Probe every engine once, now. Those that come later are newcomers, and begin slowly."""
-        await asyncio.gather(*(self.probe(engine) for engine in self.engines))
+        await asyncio.gather(*(self._prober.probe(engine) for engine in self.engines))
         self._settled = True
 
-    def _spawn(self, engine: Engine) -> None:
-        engine.probing = True
-        task = asyncio.create_task(self.probe(engine), name=f"probe {engine.url}")
-        self._probes.add(task)
-        task.add_done_callback(self._probes.discard)
-
-    async def probe(self, engine: Engine) -> None:
-        """Ask an engine for its health and note the answer. Never raises."""
-        engine.probing = True
-        problem = ""
-        try:
-            async with asyncio.timeout(_PROBE_TIMEOUT_S):
-                async with self._session.get(engine.at("/health")) as response:
-                    if response.status >= 500:
-                        problem = f"GET /health answered {response.status}"
-                engine.timeouts = 0
-        except TimeoutError:
-            # A busy engine may be late once.
-            engine.timeouts += 1
-            problem = "GET /health timed out" if engine.timeouts >= 2 or not engine.up else ""
-        except (aiohttp.ClientError, OSError, UnicodeError) as error:
-            problem = f"{type(error).__name__}: {error}"
-        finally:
-            engine.probing = False
-        if problem:
-            if engine.up:
-                log.warning("engine_went_down", engine=engine.url, problem=problem)
-            engine.up, engine.verifies = False, None
-            self._free_waits(engine)
-        elif not engine.timeouts and not engine.up:
-            log.info("engine_came_up", engine=engine.url)
-            engine.up, engine.models_at = True, 0.0
-            engine.health.came_back(self._monotonic())
-            self._on_free()
-        now = self._monotonic()
-        if engine.up and engine.models_at <= now:
-            engine.models_at = now + _MODELS_EVERY_S
-            await self._ask_models(engine)
-        engine.probe_at = now + (self._interval_s if engine.up else min(_DOWN_PROBE_S, self._interval_s))
-        self._wake.set()
-
-    def _free_waits(self, engine: Engine) -> None:
+    def _went_down(self, engine: Engine) -> None:
         """Have requests that wait for a silent engine try another one, if there is one."""
         others = [other for other in self.engines if other is not engine and other.up]
         if any(other.decode if engine.decode else other.prefill or other.decode for other in others):
-            now = asyncio.get_running_loop().time()
-            for patience in tuple(engine.waits):
-                if not patience.expired():
-                    patience.reschedule(now)
-
-    async def _ask_models(self, engine: Engine) -> None:
-        try:
-            async with asyncio.timeout(_PROBE_TIMEOUT_S):
-                async with self._session.get(engine.at("/v1/models")) as response:
-                    answer = await response.json(content_type=None) if response.status == 200 else {}
-            names = [entry["id"] for entry in answer["data"]]
-        except (TimeoutError, aiohttp.ClientError, OSError, ValueError, LookupError, TypeError):
-            return
-        engine.models = frozenset(name for name in names if isinstance(name, str))
-        self._warn()
+            engine.leave_waits(asyncio.get_running_loop().time())
 
     def mismatch(self) -> str | None:
         """Return what is wrong if prefill and decode engines serve no model in common."""
@@ -480,8 +363,3 @@ class EnginePool:
         if problem and seen != self._warned:
             log.warning("engines_serve_different_models", problem=problem)
         self._warned = seen
-
-
-def _same_work(one: Engine, other: Engine) -> bool:
-    """Tell whether two engines serve a model in common, as far as is known."""
-    return not one.models or not other.models or bool(one.models & other.models)

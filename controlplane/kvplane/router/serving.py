@@ -19,13 +19,14 @@ from kvplane.router.answers import cut_off, error_answer, gave_up, passed_on
 from kvplane.router.bodies import Bodies
 from kvplane.router.choice import PrefillChoice
 from kvplane.router.deadline import deadline
+from kvplane.router.engine import Engine
 from kvplane.router.learned import Memory, RateBook
 from kvplane.router.lessons import Lessons
 from kvplane.router.metrics import RouterMetrics
 from kvplane.router.places import DecodePlaces, line
 from kvplane.router.plane import Plane
 from kvplane.router.policy import Path
-from kvplane.router.pool import Engine, EnginePool
+from kvplane.router.pool import EnginePool
 from kvplane.router.replies import StreamGuard, ToolCallScan, scrub
 from kvplane.router.settings import RouterSettings
 from kvplane.router.turn import Turn, TurnPlanner

@@ -12,13 +12,14 @@ from kvplane.router import automatic, identity, openai
 from kvplane.router.api import Api
 from kvplane.router.bodies import Bodies
 from kvplane.router.choice import PrefillChoice
+from kvplane.router.engine import Engine
 from kvplane.router.explain import Trail
 from kvplane.router.history import Trace, trace
 from kvplane.router.learned import Memory, RateBook
 from kvplane.router.openai import Body
 from kvplane.router.plane import Plane
 from kvplane.router.policy import Decision, Holder, Path, PathMode, TurnFacts, decide
-from kvplane.router.pool import Engine, EnginePool
+from kvplane.router.pool import EnginePool
 from kvplane.router.response_id import engine_tag, read_response_id
 from kvplane.router.settings import RouterSettings
 from kvplane.router.upstream import Prefilled, engine_headers

@@ -13,7 +13,8 @@ from typing import Any
 import aiohttp
 
 from kvplane.router.api import Api
-from kvplane.router.pool import Engine, EnginePool
+from kvplane.router.engine import Engine
+from kvplane.router.pool import EnginePool
 
 _HOP_BY_HOP = frozenset(
     {

@@ -1,0 +1,66 @@
+"""An engine as the router knows it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from yarl import URL
+
+from kvplane.router.health import Health
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """An engine by its base URL, with what is known of it at present."""
+
+    url: str
+    prefill: bool
+    decode: bool
+    static: bool
+    """Named by a flag, DNS or Kubernetes, and not only by the control plane's registry."""
+    up: bool = True
+    """False after a failed connection or probe, until a probe succeeds."""
+    outstanding: int = 0
+    """Requests of this router's that it works on."""
+    waiting: int = 0
+    """Requests it last reported as waiting."""
+    ahead_tokens: int = 0
+    """Prompt tokens of this router's that it has still to compute, estimated."""
+    draining: bool = False
+    engine_ids: tuple[str, ...] = ()
+    """As registered; several where data-parallel ranks share the URL."""
+    learned_id: str = ""
+    """From its answers, for engines that register without an endpoint."""
+    verifies: bool | None = None
+    """Whether its connector checks fingerprints; None before an answer has shown it."""
+    models: frozenset[str] = frozenset()
+    """Served models; empty while unknown."""
+    chosen_at: int = 0
+    """Which choice it was last; larger is later."""
+    waits: set[asyncio.Timeout] = field(default_factory=set)
+    """Of requests that have no byte of an answer from it yet."""
+    health: Health = field(default_factory=Health)
+    """What its answers to requests say."""
+    timeouts: int = 0
+    probing: bool = False
+    probe_at: float = 0.0
+    models_at: float = 0.0
+    _urls: dict[str, URL] = field(default_factory=dict)
+
+    def at(self, path: str) -> URL:
+        """Return the URL of a path on it. Each is kept, so none that a client has written belongs here."""
+        url = self._urls.get(path)
+        if url is None:
+            url = self._urls[path] = URL(self.url + path)
+        return url
+
+    def serves_like(self, other: Engine) -> bool:
+        """Tell whether both serve a model in common, as far as is known."""
+        return not self.models or not other.models or bool(self.models & other.models)
+
+    def leave_waits(self, now: float) -> None:
+        """Have the requests that wait for it wait no longer; `now` is the event loop's time."""
+        for patience in tuple(self.waits):
+            if not patience.expired():
+                patience.reschedule(now)

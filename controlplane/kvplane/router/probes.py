@@ -1,0 +1,127 @@
+"""Asking engines how they are, and what they serve."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+
+import aiohttp
+import structlog
+
+from kvplane.router.engine import Engine
+
+log = structlog.get_logger("kvplane.router")
+
+_DOWN_PROBE_S = 0.5
+_TIMEOUT_S = 2.0
+_MODELS_EVERY_S = 30.0
+
+
+class Prober:
+    """Probes engines in turn, one that is down more often, and notes on each what it has found.
+
+    `engines` returns those to probe, every `interval_s` seconds. `on_up`, `on_down` and `on_models` are
+    called when one has come up, does not answer, or has said which models it serves.
+    """
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        engines: Callable[[], Collection[Engine]],
+        *,
+        interval_s: float,
+        monotonic: Callable[[], float],
+        on_up: Callable[[], None],
+        on_down: Callable[[Engine], None],
+        on_models: Callable[[], None],
+    ) -> None:
+        self._session = session
+        self._engines = engines
+        self._interval_s = interval_s
+        self._monotonic = monotonic
+        self._on_up = on_up
+        self._on_down = on_down
+        self._on_models = on_models
+        self._wake = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def wake(self) -> None:
+        """Look again which engine is due."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Probe until cancelled."""
+        try:
+            while True:
+                self._wake.clear()
+                now = self._monotonic()
+                engines = self._engines()
+                for engine in engines:
+                    if not engine.probing and engine.probe_at <= now:
+                        self._spawn(engine)
+                due = min((e.probe_at for e in engines if not e.probing), default=now + self._interval_s)
+                try:
+                    async with asyncio.timeout(max(0.01, due - now)):
+                        await self._wake.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            for task in tuple(self._tasks):
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, engine: Engine) -> None:
+        engine.probing = True
+        task = asyncio.create_task(self.probe(engine), name=f"probe {engine.url}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def probe(self, engine: Engine) -> None:
+        """Ask an engine for its health and its models and note the answers. Never raises."""
+        engine.probing = True
+        try:
+            await self._ask_health(engine)
+            now = self._monotonic()
+            if engine.up and engine.models_at <= now:
+                engine.models_at = now + _MODELS_EVERY_S
+                await self._ask_models(engine)
+            engine.probe_at = now + (self._interval_s if engine.up else min(_DOWN_PROBE_S, self._interval_s))
+        finally:
+            engine.probing = False
+            self._wake.set()
+
+    async def _ask_health(self, engine: Engine) -> None:
+        problem = ""
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                async with self._session.get(engine.at("/health")) as response:
+                    if response.status >= 500:
+                        problem = f"GET /health answered {response.status}"
+                engine.timeouts = 0
+        except TimeoutError:
+            # A busy engine may be late once.
+            engine.timeouts += 1
+            problem = "GET /health timed out" if engine.timeouts >= 2 or not engine.up else ""
+        except (aiohttp.ClientError, OSError, UnicodeError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            if engine.up:
+                log.warning("engine_went_down", engine=engine.url, problem=problem)
+            engine.up, engine.verifies = False, None
+            self._on_down(engine)
+        elif not engine.timeouts and not engine.up:
+            log.info("engine_came_up", engine=engine.url)
+            engine.up, engine.models_at = True, 0.0
+            engine.health.came_back(self._monotonic())
+            self._on_up()
+
+    async def _ask_models(self, engine: Engine) -> None:
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                async with self._session.get(engine.at("/v1/models")) as response:
+                    answer = await response.json(content_type=None) if response.status == 200 else {}
+            names = [entry["id"] for entry in answer["data"]]
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError, LookupError, TypeError):
+            return
+        engine.models = frozenset(name for name in names if isinstance(name, str))
+        self._on_models()
