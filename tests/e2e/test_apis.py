@@ -11,11 +11,18 @@ import pytest
 
 from deploy.rig.engines import MODEL_NAME
 from deploy.rig.stack import Stack
+from tests.e2e.conftest import StartStack
 from tests.e2e.talk import Messages, assistant, user
 
 pytestmark = pytest.mark.vllm
 
 TURNS = 4
+
+
+@pytest.fixture(scope="module")
+def stack(start_stack: StartStack) -> Stack:
+    """Its router waits for an announcement that is on its way, however busy the machine is."""
+    return start_stack(plane_arguments=["--turn-wait", "2"])
 
 
 def post(

@@ -23,7 +23,11 @@ pytestmark = pytest.mark.vllm
 def stack(start_stack: StartStack) -> Stack:
     """Engines with vLLM's calls for developers, and time to end in."""
     common = {"variables": {"VLLM_SERVER_DEV_MODE": "1"}, "arguments": ["--shutdown-timeout", "20"]}
-    return start_stack(decode_options=common, prefill_options={"extra_config": {"kvplane_ttl_s": 300}})
+    return start_stack(
+        decode_options=common,
+        prefill_options={"extra_config": {"kvplane_ttl_s": 300}},
+        plane_arguments=["--turn-wait", "2"],  # for announcements that are on their way
+    )
 
 
 def post(url: str, body: Mapping[str, object] | None = None, timeout_s: float = 90.0) -> int:

@@ -159,7 +159,10 @@ def _kill_and_restart(fleet: Fleet, name: str) -> None:
     answer = fleet.say(messages, name)
     assert answer.status == 200, answer.body
     messages += [assistant(answer.text), user(5, name)]
-    assert fleet.is_offered(name)
+    ends = time.monotonic() + 5.0
+    while not fleet.is_offered(name):
+        assert time.monotonic() < ends, "not announced"
+        time.sleep(0.02)
     fleet.decode.kill()
     ends = time.monotonic() + 1.0
     while (offered := fleet.is_offered(name)) and time.monotonic() < ends:
