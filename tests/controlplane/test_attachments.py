@@ -186,3 +186,43 @@ async def test_answers_too_large_for_one_message_go_as_several() -> None:
     assert len(parts) > 1
     assert all(part.ByteSize() <= turn_streams.MAX_ANSWER_BYTES for part in parts)
     assert [result.id for part in parts for result in part.results] == list(range(40))
+
+
+@pytest.mark.parametrize("start", [eager.now, eager.later])
+async def test_one_message_of_lookups_is_not_answered_in_one_piece(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, start: Any
+) -> None:
+    """Seen: 18 KB of lookups of a large location took 3 GB, and clients by gRPC's defaults broke."""
+    engine = await rig.engine()
+    params = b"{" + PARAMS[1:-1] + b', "padding": "' + b"x" * 1_000_000 + b'"}'
+    value = announcement("q1", await rig.begin("q1"))
+    await rig.announce(engine, replace(value, kv_transfer_params=params))
+    operations, performed = rig.plane.location_servicer, 0
+    perform, reads = operations.perform_lookup, asyncio.Event()
+    sizes = list[int]()
+
+    async def counted(request: location_pb2.LookupLocationRequest) -> m.Found | m.MissReason:
+        nonlocal performed
+        performed += 1
+        return await perform(request)
+
+    async def requests() -> AsyncIterator[location_pb2.TurnsRequest]:
+        key = common_pb2.ConversationKey(tenant_id="t", model="m", conversation_id="c")
+        lookup = location_pb2.LookupLocationRequest(key=key)
+        yield location_pb2.TurnsRequest(
+            operations=[location_pb2.TurnsOperation(id=number, lookup=lookup) for number in range(200)]
+        )
+
+    async def write(answer: location_pb2.TurnsResponse) -> None:
+        await reads.wait()
+        sizes.append(answer.ByteSize())
+
+    monkeypatch.setattr(operations, "perform_lookup", counted)
+    stream = asyncio.create_task(multiplexed(operations, requests(), write, start))
+    await rig.clock.advance(0)
+    assert 0 < performed <= 2 * eager.SLICE
+    reads.set()
+    await stream
+    assert performed == 200
+    assert sum(sizes) > 200_000_000
+    assert max(sizes) <= turn_streams.MAX_ANSWER_BYTES < 4 * 1024 * 1024

@@ -53,11 +53,11 @@ class Operations(Protocol):
         """Write the answer to a claim."""
 
 
-_Outcome = m.Found | m.MissReason | BegunTurn | m.Claim | m.ReleaseOutcome
+MAX_ANSWER_BYTES = 3 * 1024 * 1024
+"""Larger answers go as several messages; a single result has at most about 1.3 MB.
 
-
-MAX_ANSWER_BYTES = 16 * 1024 * 1024
-"""Larger answers go as several messages; a single result has at most about 2 MB."""
+gRPC's clients take 4 MiB unless told otherwise.
+"""
 
 
 class _Stream:
@@ -69,6 +69,7 @@ class _Stream:
         self._write = write
         self._running: set[asyncio.Task[None]] = set()
         self._ready = pb.TurnsResponse()
+        self._ready_bytes = 0  # of what may be large in it
         self._writer: asyncio.Task[None] | None = None
         self._is_writing = False
 
@@ -80,12 +81,18 @@ class _Stream:
                 begun = await make.perform_begin(operation.begin_turn)
                 answer = self._ready.results.add(id=operation.id).begin_turn
                 make.write_begun(answer, begun, operation.begin_turn)
+                if isinstance(begun.known, m.Found):
+                    self._ready_bytes += _large_bytes(begun.known.location)
             elif kind == "claim":
                 outcome = await make.perform_claim(operation.claim)
                 make.write_claimed(self._ready.results.add(id=operation.id).claim, outcome)
+                if isinstance(outcome, m.Claim):
+                    self._ready_bytes += _large_bytes(outcome.location)
             elif kind == "lookup":
                 known = await make.perform_lookup(operation.lookup)
                 make.write_known(self._ready.results.add(id=operation.id).lookup, known)
+                if isinstance(known, m.Found):
+                    self._ready_bytes += _large_bytes(known.location)
             elif kind == "release":
                 released = convert.outcome_out(await make.perform_release(operation.release))
                 self._ready.results.add(id=operation.id).release.outcome = released
@@ -110,6 +117,8 @@ class _Stream:
                 operations = request.operations
                 validate.batch("operations", len(operations), least=1)
                 for number, operation in enumerate(operations, 1):
+                    if self._ready_bytes >= MAX_ANSWER_BYTES:
+                        await self._flush()  # else one message of lookups would be answered by gigabytes
                     if not number % eager.SLICE:
                         await asyncio.sleep(0)  # what never waits would hold up all others
                     while len(self._running) >= MAX_OUTSTANDING:
@@ -148,10 +157,16 @@ class _Stream:
         try:
             while self._ready.results:
                 answer, self._ready = self._ready, pb.TurnsResponse()
+                self._ready_bytes = 0
                 for part in _parts(answer):
                     await self._write(part)
         finally:
             self._is_writing, self._writer = False, None
+
+
+def _large_bytes(location: m.Location) -> int:
+    """Return the size of what may be large of a location."""
+    return len(location.kv_transfer_params) + len(location.fingerprint.chain)
 
 
 def _parts(answer: pb.TurnsResponse) -> list[pb.TurnsResponse]:
