@@ -85,7 +85,7 @@ class Engine(EngineSessionThread):
             plane,  # type: ignore[arg-type]  # what a session calls
             SPEC,
             self._outbox,
-            self._push,
+            self._events.push,
             monotonic=self.clock,
             sleep=self.sleep,
         )

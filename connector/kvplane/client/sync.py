@@ -7,13 +7,13 @@ import atexit
 import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from kvplane.client import events as ev
 from kvplane.client import model as m
 from kvplane.client.client import ControlPlaneClient
+from kvplane.client.event_queue import EventQueue
 from kvplane.client.outbox import Outbox
 from kvplane.client.session import EngineSession
 
@@ -47,7 +47,7 @@ class EngineSessionThread:
         self._monotonic = monotonic
         self._margin_s = margin_s
         self._outbox = Outbox(monotonic=monotonic, margin_s=margin_s)
-        self._events: deque[ev.Event] = deque()
+        self._events = EventQueue()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: EngineSession | None = None
@@ -91,7 +91,7 @@ class EngineSessionThread:
     def announce(self, announcement: m.Announcement, *, expires_at: float) -> None:
         """Queue an announcement of blocks that live until `expires_at`; its ttl is filled in when sent."""
         for request_id in self._outbox.announce(announcement, expires_at=expires_at):
-            self._events.append(ev.Dropped(request_id, "queue_full"))
+            self._events.push(ev.Dropped(request_id, "queue_full"))
         self._wake()
 
     def withdraw(self, request_id: m.RequestId) -> bool:
@@ -128,19 +128,14 @@ class EngineSessionThread:
     def start_incarnation(self) -> None:
         """Take all locations off the record by beginning a new incarnation, which announces none of them."""
         for request_id in self._outbox.condemn():
-            self._events.append(ev.Dropped(request_id, "reset"))
+            self._events.push(ev.Dropped(request_id, "reset"))
         session = self._session
         if session is not None:
             self._call(session.start_incarnation)
 
     def drain_events(self) -> list[ev.Event]:
-        """Return what came since the last call, in order."""
-        if not self._events:
-            return []
-        events = list[ev.Event]()
-        while self._events:
-            events.append(self._events.popleft())
-        return events
+        """Return what came since the last call, in order; of what was said repeatedly, the latest."""
+        return self._events.drain()
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Take the engine off the record, if that is possible in time, and end the thread. Idempotent."""
@@ -163,7 +158,7 @@ class EngineSessionThread:
             self._client,
             self._spec,
             self._outbox,
-            self._push,
+            self._events.push,
             monotonic=self._monotonic,
             margin_s=self._margin_s,
         )
@@ -185,15 +180,6 @@ class EngineSessionThread:
             task = asyncio.get_running_loop().create_task(work(self._client))
             self._works.add(task)
             task.add_done_callback(self._works.discard)
-
-    def _push(self, event: ev.Event) -> None:
-        last = self._events[-1] if self._events else None
-        if isinstance(event, ev.Registered) and isinstance(last, ev.Registered):
-            # An idle engine does not look for hours; a plane that comes and goes must not fill its memory.
-            with contextlib.suppress(IndexError):
-                self._events.pop()
-            event = ev.Registered(event.registration, event.first and last.first)
-        self._events.append(event)
 
     def _wake(self) -> None:
         session = self._session
