@@ -46,6 +46,36 @@ async def test_repeating_a_claim_gives_the_same_claim(rig: Rig) -> None:
         await rig.claim("token", "somebody else")
 
 
+async def test_a_repeat_gets_the_claim_until_its_deadline_and_no_longer(rig: Rig) -> None:
+    engine = await rig.engine()
+    await rig.retain(engine, "q1")
+    first = await rig.claim()
+    await rig.keep_alive(engine, 29.9)
+    await rig.plane.engines.drain("d")
+    assert await rig.claim() == first
+    await rig.keep_alive(engine, 0.1)
+    assert await rig.claim() is m.MissReason.EXPIRING
+
+
+async def test_a_repeated_claim_on_an_earlier_incarnation_finds_the_engine_gone(rig: Rig) -> None:
+    await rig.retain(await rig.engine(), "q1")
+    assert isinstance(await rig.claim(), m.Claim)
+    engine = await rig.engine()
+    assert await rig.claim() is m.MissReason.ENGINE_GONE
+    await rig.plane.engines.deregister("d", engine.engine_epoch)
+    assert await rig.claim() is m.MissReason.ENGINE_GONE
+
+
+async def test_a_repeated_claim_is_judged_by_the_store_where_the_mirror_is_behind(rig: Rig) -> None:
+    await rig.retain(await rig.engine(), "q1")
+    assert isinstance(await rig.claim(), m.Claim)
+    behind = SharedStore(rig.store)
+    async with replica(behind, rig.clock) as plane:
+        behind.watching.clear()
+        await rig.engine()
+        assert await plane.claims.claim(key(), "claim", "r") is m.MissReason.ENGINE_GONE
+
+
 async def test_a_claim_whose_answer_was_lost_is_found_again(rig: Rig) -> None:
     """Done, but the answer got lost: the retry sees its own success, and nobody else wins."""
     engine = await rig.engine()

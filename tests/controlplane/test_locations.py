@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvplane.controlplane import keys, records
 from kvplane.controlplane import model as m
 from kvplane.controlplane.errors import (
     EngineDrainingError,
@@ -11,6 +12,7 @@ from kvplane.controlplane.errors import (
     StaleEpochError,
     UnknownEngineError,
 )
+from kvplane.store.base import Delete, Put
 from tests.controlplane.harness import PARAMS, Rig, announcement, key, running
 
 
@@ -234,6 +236,41 @@ async def test_what_is_superseded_in_quarantine_is_kept_until_it_is_over(rig: Ri
     await rig.retain(engine, "q2")
     assert await rig.orders(engine) == {}
     await rig.keep_alive(engine, 41)
+    assert await rig.orders(engine) == {"q1": m.ReleaseReason.CLAIM_TIMEOUT}
+
+
+async def test_two_holders_in_quarantine_have_two_claims_whatever_their_names(rig: Rig) -> None:
+    """Joined by slashes, the parts of their names are equal."""
+    first = await rig.engine("a")
+    second = await rig.engine(f"a/{first.engine_epoch}/x")
+    for engine, request_id in ((first, f"x/{second.engine_epoch}/y"), (second, "y")):
+        conversation = key(engine.spec.engine_id)
+        turn = await rig.begin(request_id, conversation)
+        value = announcement(request_id, turn, conversation=conversation, reannounced=True)
+        await rig.announce(engine, value)
+        await rig.plane.releases.end_conversation(conversation)
+    for _ in range(14):
+        await rig.keep_alive(first, 1.5)
+        await rig.keep_alive(second, 1.5)
+    assert await rig.orders(first) == {f"x/{second.engine_epoch}/y": m.ReleaseReason.CLAIM_TIMEOUT}
+    assert await rig.orders(second) == {"y": m.ReleaseReason.CLAIM_TIMEOUT}
+
+
+async def test_quarantine_that_an_older_replica_began_ends_too(rig: Rig) -> None:
+    """Its claim has another kind of name."""
+    engine = await rig.engine()
+    await rig.announce(engine, announcement("q1", await rig.begin("q1"), reannounced=True))
+    found, _, _ = await rig.plane.locations.list(after=b"", limit=1, tenant_id="", engine_id="")
+    location = found[0][0].location
+    older = m.Claim(f"quarantine/d/{engine.engine_epoch}/q1", "", location, location.not_before_ms - 10_000)
+    points_to_it = Put(keys.holding(location.holder), records.dump_holding(claim_id=older.claim_id))
+    claim = Put(keys.claim(older.claim_id), records.dump_claim(older))
+    await rig.store.transact([], [Delete(keys.location(key())), claim, points_to_it])
+    again = announcement("q1", location.turn, reannounced=True)
+    assert (await rig.announce(engine, again)).outcome is m.AnnounceOutcome.CLAIMED
+    await rig.keep_alive(engine, 39)
+    assert await rig.orders(engine) == {}
+    await rig.keep_alive(engine, 2)
     assert await rig.orders(engine) == {"q1": m.ReleaseReason.CLAIM_TIMEOUT}
 
 

@@ -24,6 +24,20 @@ class Availability:
         stored = self._engines.find(location.holder.engine_id)
         return self._reason(location, stored.value, reader_engine_id), stored.unchanged()
 
+    def judge_claim(self, claim: m.Claim) -> tuple[m.MissReason | None, Compare]:
+        """Return why a claim's reader may not begin any more, or None; and the compare that it rests on.
+
+        Draining or silence of the engine take nothing from a claim: its blocks are kept for the reader.
+        """
+        holder = claim.location.holder
+        stored = self._engines.find(holder.engine_id)
+        reason = None
+        if stored.value is None or stored.value.engine_epoch != holder.engine_epoch:
+            reason = m.MissReason.ENGINE_GONE
+        elif claim.deadline_ms <= self._clock.now_ms():
+            reason = m.MissReason.EXPIRING
+        return reason, stored.unchanged()
+
     def _reason(
         self, location: m.Location, engine: m.Engine | None, reader_engine_id: str
     ) -> m.MissReason | None:

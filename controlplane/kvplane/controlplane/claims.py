@@ -39,6 +39,9 @@ class Claims:
     ) -> m.Claim | m.MissReason:
         """Take the conversation's location, or that of `turn` only. Idempotent by the caller's `claim_id`.
 
+        A repeat gets the same claim while its reader may still begin: until its deadline, and as long as the
+        engine's incarnation lives.
+
         The location leaves the record and the claim enters it in one transaction that also holds the
         engine's incarnation still, so there is no moment at which two callers could win.
         Raises InvalidFieldError for a claim id in use by another owner or conversation, ContentionError.
@@ -64,7 +67,8 @@ class Claims:
         if mine.value is not None:
             if mine.value.owner != owner or mine.value.location.key != key:
                 raise InvalidFieldError("request_id", "names a claim of another owner or conversation")
-            return Decision(mine.value, same_state(mine))
+            over, engine_unchanged = self._availability.judge_claim(mine.value)
+            return Decision(over or mine.value, [mine.unchanged(), engine_unchanged])
         location_key, turns_key = keys.location_and_turns(key)
         stored, turns = ledger.location_at(location_key), ledger.turns_at(turns_key)
         known, location = turns.value or m.Turns(), stored.value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 
 import structlog
 from msgspec.structs import replace
@@ -40,11 +41,15 @@ class Releases:
         return [Delete(keys.holding(location.holder)), self._ledger.keep_order(order)]
 
     def _quarantine(self, location: m.Location) -> m.Claim:
-        """Nobody reads by this claim, so it goes without params and fingerprint, which may be large."""
+        """Nobody reads by this claim, so it goes without params and fingerprint, which may be large.
+
+        It is named by a hash of the holder's parts: joined by a separator, as older replicas do, those of
+        two holders may be equal. No older name equals a hash, since each has separators.
+        """
         holder = location.holder
         location = replace(location, kv_transfer_params=b"", fingerprint=m.Fingerprint(0, b""))
         grace_ms = round(self._settings.claim_grace_s * 1000)
-        name = f"{m.QUARANTINE}{holder.engine_id}/{holder.engine_epoch}/{holder.request_id}"
+        name = m.QUARANTINE + hashlib.sha256(keys.holding(holder)).hexdigest()
         return m.Claim(name, "", location, location.not_before_ms - grace_ms)
 
     def order(self, holder: m.Holder, reason: m.ReleaseReason) -> m.Order:
