@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import aiohttp
@@ -15,6 +16,7 @@ from kvplane.router.engine import Engine
 from kvplane.router.health import Circuit, Health, HealthLimits
 from kvplane.router.pool import EnginePool
 from tests.router.rig import rig, until
+from tests.router.stub import Answer, Stub, front
 
 LIMITS = HealthLimits(consecutive_failures=3, window_s=30, min_requests=10, ejection_s=5, max_ejection_s=20)
 
@@ -290,3 +292,21 @@ async def test_among_reported_queues_the_better_of_two_is_taken() -> None:
         assert counts[0] < 120  # the idlest does not get them all
         assert counts[-1] == 0  # the busiest none
         assert sum(counts[:4]) > 200
+
+
+@pytest.mark.parametrize(("status", "back"), [(400, True), (422, True), (401, False), (404, False)])
+async def test_a_clients_mistake_does_not_use_up_a_trial(status: int, back: bool) -> None:
+    sick, well = Stub(Answer({}, 500)), Stub(Answer())
+    limits = HealthLimits(consecutive_failures=1, ejection_s=0.2, slow_start_s=0)
+    async with front(sick, well, health=limits) as f:
+        engine = next(e for e in f.router.pool.engines if e.url == sick.url)
+        while not f.router.pool.ejected(engine):
+            assert (await f.post()).status == 200
+        sick.answer = Answer({"error": {"message": "no"}}, status)
+        await until(lambda: engine.health.trial_due(asyncio.get_running_loop().time()))
+        assert (await f.post()).status == status
+        assert f.router.pool.ejected(engine) is not back
+        # Without a verdict the next request is a trial as well.
+        sick.answer = Answer()
+        assert (await f.post()).status == 200
+        assert not f.router.pool.ejected(engine)

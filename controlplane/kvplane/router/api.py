@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,12 @@ _MESSAGE_OVERHEAD = 16
 """Characters that stand for the template's markup around one message."""
 _ATTACHMENT = 1024
 """Characters that stand for a part which is no text: the base64 of an image says nothing about its tokens."""
-_ERROR = b'data: {"error"'
+_ERRORS = (b'data:{"error"', b"event:error", b"data:[DONE]")
+_NO_EVENT = re.compile(rb"(?:\xef\xbb\xbf)?(?:[\r\n]+|:[^\r\n]*[\r\n]+)*+")
+_BLANK_LINE = re.compile(rb"\n\n|\r\n\r\n|\r\r")
+_LONGEST_SILENCE = 1 << 16
+"""Comments before the first event, in bytes."""
+_MOST_TOKENS = 1 << 32
 _TOOL_ENDS = frozenset({"tool_calls", "function_call", "tool_use"})
 
 
@@ -40,9 +46,6 @@ class Api(ABC):
     """Fields that limit the reply's length; the first one is set where a request has none."""
     not_for_prefill: ClassVar[tuple[str, ...]] = ()
     """Fields that make no sense for a reply of one token, or would keep it."""
-    errors: ClassVar[tuple[bytes, ...]] = (_ERROR,)
-    """How streams begin that are nothing but an error."""
-
     # Requests
 
     def prefill_body(self, body: Body, params: Mapping[str, Any]) -> Body:
@@ -110,16 +113,30 @@ class Api(ABC):
     def begun(self, first: bytes) -> bool:
         """Tell whether the beginning of a stream shows that the engine has begun to answer.
 
-        What is, or may yet become, an error is read to the end of its event.
+        Comments and blank lines show nothing. What is, or may yet become, an error is read to the end of
+        its event.
         """
-        maybe = any(first.startswith(start[: len(first)]) for start in self.errors)
-        return not maybe or b"\n\n" in first
+        head = event_in(first)
+        start = squeezed(head)
+        if not start or start.startswith(b":"):
+            return len(first) > _LONGEST_SILENCE
+        maybe = any(start.startswith(error[: len(start)]) for error in _ERRORS)
+        return not maybe or _BLANK_LINE.search(head) is not None
 
     def stream_error(self, first: bytes) -> bytes | None:
         """Return the error that a stream begins with, as the body of an answer; None if it does not."""
-        if first.startswith(_ERROR):
-            return _json_or_none(first.split(b"\n", 1)[0][6:]) or self.error_body(BROKE, 500)
-        return None
+        head = event_in(first)
+        if not squeezed(head).startswith(_ERRORS):
+            return None
+        lines = _BLANK_LINE.split(head, 1)[0].splitlines()
+        data = b"\n".join(line[5:].strip() for line in lines if line.startswith(b"data:"))
+        try:
+            said = json.loads(data)
+        except (ValueError, RecursionError):
+            return self.error_body(BROKE, 500)
+        if isinstance(said, dict) and said.get("error", said) is None:
+            return None  # Some say of each piece that it is none.
+        return self.engine_error(data, 500)
 
     # Errors
 
@@ -135,12 +152,15 @@ class Api(ABC):
 BROKE = "The engine failed before the first token."
 
 
-def _json_or_none(raw: bytes) -> bytes | None:
-    try:
-        json.loads(raw)
-    except ValueError:
-        return None
-    return raw
+def event_in(stream: bytes) -> bytes:
+    """Return a stream from its first event on: without the comments and blank lines before it."""
+    before = _NO_EVENT.match(stream)
+    return stream[before.end() :] if before is not None else stream
+
+
+def squeezed(event: bytes) -> bytes:
+    """Return how an event begins, without spaces, which may be there or not."""
+    return event[:64].translate(None, b" \t")
 
 
 def is_one(value: object) -> bool:
@@ -159,10 +179,10 @@ def ends_with_tools(*ends: object) -> bool:
 
 
 def count(holder: object, *names: str) -> int | None:
-    """Return a whole number deep in an answer, None if it is not there."""
+    """Return a count deep in an answer, None if it is not there. An impossible one becomes 0 or the most."""
     for name in names:
         holder = holder.get(name) if isinstance(holder, dict) else None
-    return holder if isinstance(holder, int) else None
+    return max(0, min(holder, _MOST_TOKENS)) if isinstance(holder, int) else None
 
 
 def message_part(message: object) -> tuple[int, int]:

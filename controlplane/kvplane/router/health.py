@@ -93,6 +93,10 @@ class Health:
         if self._opened and now >= self._open_until:
             self._trial_until = now + limits.ejection_s
 
+    def untold(self) -> None:
+        """Note that a request ended without a verdict: while half open, the next one is the trial."""
+        self._trial_until = 0.0
+
     def weight(self, now: float, limits: HealthLimits) -> float:
         """Return its share of what it would get if it had been there all along: 0.1 to 1."""
         if self._back_at is None:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from kvplane.router.api import BROKE, Api, Said, count, ends_with_tools, messages_text, objects
 from kvplane.router.openai import NO_TEXT, Body, PromptText, dump
 
-_ERROR = b"event: error"
 _KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -32,7 +31,6 @@ class Messages(Api):
     """POST /v1/messages."""
 
     path = "/v1/messages"
-    errors = (*Api.errors, _ERROR)
     limits = ("max_tokens",)
     not_for_prefill = ("min_tokens", "stream_options")
 
@@ -84,15 +82,6 @@ class Messages(Api):
     def calls_tools(self, answer: Body) -> bool:
         """See Api."""
         return ends_with_tools(answer.get("stop_reason"))
-
-    def stream_error(self, first: bytes) -> bytes | None:
-        """See Api."""
-        if not first.startswith(_ERROR):
-            return super().stream_error(first)
-        for line in first.split(b"\n"):
-            if line.startswith(b"data: "):
-                return self.engine_error(line[6:], 500)
-        return self.error_body(BROKE, 500)
 
     def error_body(self, message: str, status: int, *, param: str | None = None) -> bytes:
         """See Api. This API does not name parameters; our messages do."""

@@ -7,7 +7,6 @@ reachable through a router: it would reach one engine of many.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
 import json
 import re
@@ -27,11 +26,11 @@ from kvplane.router.engine import Engine
 from kvplane.router.messages import messages_error
 from kvplane.router.openai import BETWEEN_ENGINES, Body, dump, error_body
 from kvplane.router.pool import EnginePool
-from kvplane.router.replies import StreamGuard, scrub
+from kvplane.router.replies import StreamGuard, UnreadableEventError, scrub, scrubbed
 from kvplane.router.response_id import engine_tag, read_response_id
 from kvplane.router.responses import Responses
 from kvplane.router.settings import RouterSettings
-from kvplane.router.upstream import client_headers, engine_headers
+from kvplane.router.upstream import client_headers, engine_headers, unusable
 
 log = structlog.get_logger("kvplane.router")
 
@@ -234,14 +233,15 @@ class Passing:
     async def _answer(
         self, request: web.Request, engine: Engine, response: aiohttp.ClientResponse
     ) -> web.StreamResponse:
+        if problem := unusable(response):
+            log.warning("answer_unusable", engine=engine.url, problem=problem)
+            response.close()
+            return _error(request, "The engine gave an answer that is of no use.", 502)
         headers = client_headers(response.headers)
         self._pool.begin(engine)
         try:
             if response.content_type != "text/event-stream":
-                body = await response.read()
-                if b"_transfer_params" in body:
-                    with contextlib.suppress(ValueError, RecursionError):
-                        body = _scrubbed(json.loads(body), body)
+                body = scrubbed(await response.read())
                 return web.Response(body=body, status=response.status, headers=headers)
             out = web.StreamResponse(status=response.status, headers=headers)
             await out.prepare(request)
@@ -252,6 +252,10 @@ class Passing:
             if passed := guard.rest():
                 await out.write(passed)
             await out.write_eof()
+            return out
+        except UnreadableEventError as error:
+            log.warning("answer_broken", engine=engine.url, problem=str(error))
+            cut_off(request)
             return out
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             log.warning("answer_broken", engine=engine.url, problem=f"{type(error).__name__}: {error}")

@@ -309,6 +309,10 @@ class EnginePool:
             log.info("engine_readmitted", engine=engine.url)
             self._on_free()
 
+    def untold(self, engine: Engine) -> None:
+        """Note that an answer does not tell whether an engine is well: if it was to, the next one shall."""
+        engine.health.untold()
+
     def erred(self, engine: Engine, problem: str) -> None:
         """Note that an engine answered a request with an error of its own, or not at all."""
         if not engine.up:

@@ -6,7 +6,7 @@ import json
 import re
 
 from kvplane.router.api import Api
-from kvplane.router.openai import BETWEEN_ENGINES, Body, dump
+from kvplane.router.openai import BETWEEN_ENGINES, dump
 
 _TOOL_END = re.compile(
     rb'"(?:finish_reason|stop_reason|type)"\s*:\s*"(?:tool_calls|tool_use|function_call)"',
@@ -42,8 +42,17 @@ _HINT = b"_t"
 """In all of the following; it is looked for first, since in most events there is none of them."""
 _PRIVATE = b"_transfer_params"
 _CACHED = (b"cached_tokens", b"cache_read_input_tokens")
+_ESCAPES = b"\\u00"
+_ESCAPED_NAME = re.compile(rb"\\u00[567]")
+"""A letter of the names in BETWEEN_ENGINES, or their underscore, written as JSON allows."""
 _LONGEST_EVENT = 4 << 20
-"""An event that is longer passes as it is: memory is bounded, and no engine's is."""
+"""A longer one is not held: it passes in pieces, or ends the stream if it holds something private."""
+_LINE_ENDS = re.compile(rb"\r\n|\n|\r")
+_EVENT_ENDS = re.compile(rb"((?:\r\n|\n|\r(?!\n)){2,})")
+
+
+class UnreadableEventError(Exception):
+    """An event is too long to be cleaned, and holds what is not for clients."""
 
 
 class StreamGuard:
@@ -54,7 +63,7 @@ class StreamGuard:
     event yet waits for its rest; nobody could have used it.
     """
 
-    __slots__ = ("_api", "_cached", "_fix", "_held")
+    __slots__ = ("_api", "_cached", "_fix", "_held", "_within")
 
     UNCHANGED = -1
 
@@ -63,21 +72,43 @@ class StreamGuard:
         self._fix = cached != self.UNCHANGED
         self._cached = cached
         self._held = b""
+        self._within = False
+        """In an event that is too long to be held."""
 
     def passed(self, chunk: bytes) -> bytes:
-        """Return what may go on after the next piece has come, wherever it was cut; perhaps nothing."""
+        """Return what may go on after the next piece has come, wherever it was cut; perhaps nothing.
+
+        Raises UnreadableEventError.
+        """
         if self._held:
             chunk = self._held + chunk
             self._held = b""
+        if self._within:
+            return self._more(chunk)
         if not chunk.endswith(b"\n\n"):
-            end = max(_after(chunk, b"\n\n"), _after(chunk, b"\r\n\r\n"))
-            if len(chunk) - end <= _LONGEST_EVENT:
-                chunk, self._held = chunk[:end], chunk[end:]
-        if _HINT in chunk and (
-            _PRIVATE in chunk or (self._fix and (_CACHED[0] in chunk or _CACHED[1] in chunk))
-        ):
-            return self._cleaned(chunk)
+            end = max(_after(chunk, b"\n\n"), _after(chunk, b"\r\n\r\n"), _after(chunk, b"\r\r"))
+            chunk, self._held = chunk[:end], chunk[end:]
+        if (
+            _HINT in chunk
+            and (_PRIVATE in chunk or (self._fix and (_CACHED[0] in chunk or _CACHED[1] in chunk)))
+        ) or (_ESCAPES in chunk and _ESCAPED_NAME.search(chunk)):
+            chunk = self._cleaned(chunk)
+        if len(self._held) > _LONGEST_EVENT:
+            more, self._held, self._within = self._held, b"", True
+            return chunk + self._more(more)
         return chunk
+
+    def _more(self, piece: bytes) -> bytes:
+        """Return what may go on of an event that is too long to be held."""
+        end = _EVENT_ENDS.search(piece)
+        mine = piece if end is None else piece[: end.end()]
+        if holds_private(mine):
+            raise UnreadableEventError("an event is too long to be read, and holds what is not for clients")
+        if end is not None:
+            self._within = False
+            return mine + self.passed(piece[end.end() :])
+        self._held = piece[-_LONGEST_MARK:]
+        return piece[:-_LONGEST_MARK]
 
     def rest(self) -> bytes:
         """Return what is left at the end of the stream."""
@@ -85,24 +116,28 @@ class StreamGuard:
         return self._cleaned(held) if held else held
 
     def _cleaned(self, events: bytes) -> bytes:
-        return b"\n".join(map(self._line, events.split(b"\n")))
+        return b"".join(map(self._event, _EVENT_ENDS.split(events)))
 
-    def _line(self, line: bytes) -> bytes:
-        if not line.startswith(b"data:") or not (_PRIVATE in line or any(mark in line for mark in _CACHED)):
-            return line
+    def _event(self, event: bytes) -> bytes:
+        private = holds_private(event)
+        if not private and not any(mark in event for mark in _CACHED):
+            return event
+        lines = _LINE_ENDS.split(event)
+        data = [line for line in lines if line.startswith(b"data:")]
         try:
-            event = json.loads(line[5:])
+            said = json.loads(b"\n".join(line[5:] for line in data))
         except (ValueError, RecursionError):
-            return line
-        if not isinstance(event, dict):
-            return line
+            # What cannot be read cannot be cleaned.
+            return b"\n".join(line for line in lines if line not in data) if private else event
+        changed = private and scrub(said)
         # Events of Responses hold a response, the first one of Messages a message.
-        for answer in (event, event.get("response"), event.get("message")):
-            if isinstance(answer, dict):
-                scrub(answer)
-                if self._fix and self._api.cached_tokens(answer) is not None:
-                    self._api.set_cached_tokens(answer, self._cached)
-        return b"data: " + dump(event)
+        for answer in (said, said.get("response"), said.get("message")) if isinstance(said, dict) else ():
+            if self._fix and isinstance(answer, dict) and self._api.cached_tokens(answer) is not None:
+                self._api.set_cached_tokens(answer, self._cached)
+                changed = True
+        if not changed:
+            return event
+        return b"\n".join([*(line for line in lines if line not in data), b"data: " + dump(said)])
 
 
 def _after(chunk: bytes, boundary: bytes) -> int:
@@ -110,7 +145,32 @@ def _after(chunk: bytes, boundary: bytes) -> int:
     return 0 if found < 0 else found + len(boundary)
 
 
-def scrub(answer: Body) -> None:
-    """Take out of an answer what engines tell each other."""
-    for name in BETWEEN_ENGINES:
-        answer.pop(name, None)
+def holds_private(raw: bytes) -> bool:
+    """Tell whether JSON, or a piece of it, seems to hold what engines tell each other, also if escaped."""
+    return _PRIVATE in raw or (_ESCAPES in raw and _ESCAPED_NAME.search(raw) is not None)
+
+
+def scrub(answer: object) -> bool:
+    """Take out of an answer what engines tell each other, at any depth; tells whether there was any."""
+    found, left = False, [answer]
+    while left:
+        item = left.pop()
+        if isinstance(item, dict):
+            for name in BETWEEN_ENGINES & item.keys():
+                del item[name]
+                found = True
+            left.extend(item.values())
+        elif isinstance(item, list):
+            left.extend(item)
+    return found
+
+
+def scrubbed(raw: bytes) -> bytes:
+    """Return an answer's body without what engines tell each other; nothing where it cannot be read."""
+    if not holds_private(raw):
+        return raw
+    try:
+        answer = json.loads(raw)
+    except (ValueError, RecursionError):
+        return raw if _PRIVATE not in raw else b""
+    return dump(answer) if scrub(answer) else raw

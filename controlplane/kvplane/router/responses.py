@@ -5,15 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvplane.router.api import BROKE, Api, Said, count, ends_with_tools, messages_text, objects
+from kvplane.router.api import (
+    BROKE,
+    Api,
+    Said,
+    count,
+    ends_with_tools,
+    event_in,
+    messages_text,
+    objects,
+    squeezed,
+)
 from kvplane.router.chat import set_details
 from kvplane.router.openai import Body, PromptText, is_harmless_id
 from kvplane.router.response_id import new_response_id, read_response_id
 
 _OWN_TOOLS = ("function", "custom", "namespace")
 """Tools that the client runs; an engine that runs tools itself computes several prompts per request."""
-_FIRST_EVENTS = (b"event: response.created", b"event: response.in_progress")
-_FAILED = (b"event: error", b"event: response.failed")
+_FIRST_EVENTS = (b"event:response.created", b"event:response.in_progress")
+_FAILED = (b"event:error", b"event:response.failed")
 
 
 class Responses(Api):
@@ -85,14 +95,21 @@ class Responses(Api):
 
     def begun(self, first: bytes) -> bool:
         """See Api. The first two events are sent before anything has been computed."""
-        *events, _ = first.split(b"\n\n")  # of the last one, more is to come
+        events = _events(first)[:-1]  # of the last one, more is to come
         return any(not event.startswith(_FIRST_EVENTS) for event in events[:3]) or len(events) > 2
 
     def stream_error(self, first: bytes) -> bytes | None:
         """See Api."""
-        if any(event.startswith(_FAILED) for event in first.split(b"\n\n")[:3]):
+        if any(event.startswith(_FAILED) for event in _events(first)[:3]):
             return self.error_body(BROKE, 500)
         return super().stream_error(first)
+
+
+def _events(stream: bytes) -> list[bytes]:
+    """Return how the events of a stream begin; the last one is what has come of one, perhaps nothing."""
+    *whole, last = stream.replace(b"\r\n", b"\n").split(b"\n\n")
+    events = [squeezed(event_in(event + b"\n")) for event in whole]
+    return [event for event in events if event] + [squeezed(event_in(last))]
 
 
 def _said(item: Body) -> Said:

@@ -27,7 +27,7 @@ from kvplane.router.places import DecodePlaces, line
 from kvplane.router.plane import Plane
 from kvplane.router.policy import Path
 from kvplane.router.pool import EnginePool
-from kvplane.router.replies import StreamGuard, ToolCallScan, scrub
+from kvplane.router.replies import StreamGuard, ToolCallScan, UnreadableEventError
 from kvplane.router.settings import RouterSettings
 from kvplane.router.turn import Turn, TurnPlanner
 from kvplane.router.upstream import (
@@ -410,6 +410,9 @@ class TurnServer:
             if calls.found:
                 self._await_tools(turn)
             await out.write_eof()
+        except UnreadableEventError as error:
+            self._cut(turn, engine, str(error))
+            return out
         except (ConnectionError, aiohttp.ClientConnectionResetError):
             if turn.request.transport is None or turn.request.transport.is_closing():
                 self._metrics.disconnects.inc()
@@ -436,14 +439,7 @@ class TurnServer:
     async def _whole(
         self, turn: Turn, engine: Engine, response: aiohttp.ClientResponse, first: bytes
     ) -> web.StreamResponse:
-        raw = await self._upstream.rest(engine, response, first)
-        try:
-            answer = json.loads(raw)
-        except (ValueError, RecursionError):
-            answer = None
-        if not isinstance(answer, dict) or not turn.api.is_answer(answer):
-            raise LegFailedError(engine, "answered 200 with what is not a completion")
-        scrub(answer)
+        answer = await self._upstream.whole(engine, turn.api, response, first)
         if turn.api.calls_tools(answer):
             self._await_tools(turn)
         if turn.path is Path.DIRECT:

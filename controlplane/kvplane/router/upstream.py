@@ -12,9 +12,11 @@ from typing import Any
 
 import aiohttp
 
-from kvplane.router.api import Api
+from kvplane.router.api import Api, count
 from kvplane.router.engine import Engine
+from kvplane.router.openai import Body
 from kvplane.router.pool import EnginePool
+from kvplane.router.replies import holds_private, scrub, scrubbed
 
 _HOP_BY_HOP = frozenset(
     {
@@ -43,7 +45,20 @@ _NOT_TO_ENGINES = _HOP_BY_HOP | {
     "x-data-parallel-rank",
 }
 _LARGE_BODY = 1 << 20
-_NOT_TO_CLIENTS = _HOP_BY_HOP | {"content-length", "date", "server", "x-request-id"}
+_EVENTS = "text/event-stream"
+_NO_VERDICT = frozenset({401, 403, 404})
+"""Refusals that come from in front of what computes, and so do not show that it does."""
+_NOT_TO_CLIENTS = _HOP_BY_HOP | {
+    "content-length",
+    "date",
+    "server",
+    "x-request-id",
+    # What an engine says of itself holds for itself only.
+    "alt-svc",
+    "content-location",
+    "location",
+    "set-cookie",
+}
 
 
 class LegError(Exception):
@@ -117,8 +132,7 @@ class Prefilled:
 
     def count(self, name: str) -> int:
         """Return a count of the envelope, 0 if absent."""
-        value = self.envelope.get(name)
-        return value if isinstance(value, int) else 0
+        return count(self.envelope, name) or 0
 
 
 def engine_headers(headers: Iterable[tuple[str, str]], request_id: str) -> dict[str, str]:
@@ -137,7 +151,21 @@ def engine_headers(headers: Iterable[tuple[str, str]], request_id: str) -> dict[
 
 def client_headers(headers: Mapping[str, str]) -> dict[str, str]:
     """Return the headers of an engine's answer that go on to the client."""
-    return {name: value for name, value in headers.items() if name.lower() not in _NOT_TO_CLIENTS}
+    return {
+        name: value
+        for name, value in headers.items()
+        if (lower := name.lower()) not in _NOT_TO_CLIENTS and not lower.startswith("x-kvplane-")
+    }
+
+
+def unusable(response: aiohttp.ClientResponse) -> str | None:
+    """Return why an engine's answer is of no use to a client, whatever is in it; None if it may be."""
+    encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        return f"answered in {encoding}, which it was not asked for"
+    if 300 <= response.status < 400:
+        return f"answered {response.status}: a client cannot be sent to an engine"
+    return None
 
 
 class Upstream:
@@ -213,8 +241,8 @@ class Upstream:
                 answer = await self._whole(engine, response)
             seconds = asyncio.get_running_loop().time() - started
             prefilled = self._prefilled(engine, api, answer, seconds)
-        except (LegFailedError, LegTimeoutError) as error:
-            self._pool.erred(engine, error.problem)
+        except (LegFailedError, LegTimeoutError, RefusedError) as error:
+            self._note(engine, error)
             raise
         self._pool.answered(engine)
         return prefilled
@@ -248,15 +276,28 @@ class Upstream:
         """Send a decode leg; returns the response and its first bytes, at least one unless it is empty.
 
         The caller closes the response. Raises RefusedError, NeverSentError, LegFailedError (also for a
-        stream that begins with an error) or LegTimeoutError.
+        stream that begins with an error, or with nothing) or LegTimeoutError.
         """
         try:
             response, first = await self._open(engine, api, body, headers)
-        except (LegFailedError, LegTimeoutError) as error:
-            self._pool.erred(engine, error.problem)
+        except (LegFailedError, LegTimeoutError, RefusedError) as error:
+            self._note(engine, error)
             raise
-        self._pool.answered(engine)
+        if response.content_type == _EVENTS:
+            self._pool.answered(engine)
         return response, first
+
+    def _note(self, engine: Engine, error: LegError | RefusedError) -> None:
+        """Note what an attempt that failed says of the engine."""
+        if isinstance(error, LegError):
+            self._pool.erred(engine, error.problem)
+        elif error.answer.status == 429:
+            self._pool.erred(engine, "answered 429")
+        elif error.answer.status not in _NO_VERDICT:
+            # A mistake of the client's, which takes an engine that is well to be found.
+            self._pool.answered(engine)
+        else:
+            self._pool.untold(engine)
 
     async def _open(
         self, engine: Engine, api: Api, body: bytes, headers: Mapping[str, str]
@@ -269,28 +310,43 @@ class Upstream:
                         # Raises unless it is another kind of success.
                         answer = await self._whole(engine, response)
                         raise LegFailedError(engine, f"answered {answer.status}", answer.status, answer)
-                    first = await response.content.readany()
-                    if response.content_type == "text/event-stream":
-                        while not api.begun(first) and (more := await response.content.readany()):
+                    if problem := unusable(response):
+                        raise LegFailedError(engine, problem)
+                    first, begun = await response.content.readany(), True
+                    if response.content_type == _EVENTS:
+                        while not (begun := api.begun(first)) and (more := await response.content.readany()):
                             first += more
                 except BaseException:
                     response.close()
                     raise
         except (aiohttp.ClientError, OSError) as error:
             raise self._broke(engine, error) from error
-        if (error_body := api.stream_error(first)) is not None:
+        if response.content_type == _EVENTS and (api.stream_error(first) is not None or not begun):
             response.close()
-            raise LegFailedError(
-                engine, "began its stream with an error", 500, EngineAnswer(500, {}, error_body)
-            )
+            said = "with an error" if first else "with nothing"
+            raise LegFailedError(engine, f"began its stream {said}", 500)
         return response, first
 
-    async def rest(self, engine: Engine, response: aiohttp.ClientResponse, first: bytes) -> bytes:
-        """Return the whole body of an answer that is not streamed. Raises LegFailedError."""
+    async def whole(self, engine: Engine, api: Api, response: aiohttp.ClientResponse, first: bytes) -> Body:
+        """Return an answer that is not streamed, without what is not for clients. Raises LegFailedError."""
         try:
-            return first + await response.content.read()
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._broke(engine, error) from error
+            try:
+                raw = first + await response.content.read()
+            except (aiohttp.ClientError, OSError) as error:
+                raise self._broke(engine, error) from error
+            try:
+                answer = json.loads(raw)
+            except (ValueError, RecursionError):
+                answer = None
+            if not isinstance(answer, dict) or not api.is_answer(answer):
+                raise LegFailedError(engine, "answered 200 with what is not a completion")
+        except LegFailedError as error:
+            self._note(engine, error)
+            raise
+        self._pool.answered(engine)
+        if holds_private(raw):
+            scrub(answer)
+        return answer
 
     async def _whole(self, engine: Engine, response: aiohttp.ClientResponse) -> EngineAnswer:
         try:
@@ -298,9 +354,11 @@ class Upstream:
         except (aiohttp.ClientError, OSError) as error:
             response.close()
             raise self._broke(engine, error) from error
-        answer = EngineAnswer(response.status, client_headers(response.headers), body)
+        if problem := unusable(response):
+            raise LegFailedError(engine, problem)
         if response.status == 200:
-            return answer
+            return EngineAnswer(response.status, {}, body)
+        answer = EngineAnswer(response.status, client_headers(response.headers), scrubbed(body))
         if 400 <= response.status < 500:
             raise RefusedError(engine, answer)
         raise LegFailedError(engine, f"answered {response.status}", response.status, answer)
