@@ -296,6 +296,13 @@ def test_a_purge_of_a_part(memory: Memory, options: tuple[str, ...], gone: int) 
 # What can go wrong
 
 
+@pytest.mark.parametrize("option", ["tenant", "model", "adapter", "conversation", "engine"])
+def test_a_name_that_nothing_can_have_is_refused(memory: Memory, option: str) -> None:
+    assert f"--{option}: must be at most 256 bytes" in refused("purge", "--yes", f"--{option}", "x" * 70_000)
+    assert f"--{option}: is not UTF-8" in refused("purge", "--yes", f"--{option}", "\udcff")
+    assert run("purge", "--yes", f"--{option}", "x" * 256).exit_code == 0
+
+
 @pytest.mark.parametrize("command", [("check",), ("dump", "-"), ("purge", "--yes")])
 def test_a_store_that_cannot_be_used_is_one_line(memory: Memory, command: tuple[str, ...]) -> None:
     memory.fault = StoreUnavailableError("no endpoint answers")

@@ -147,6 +147,8 @@ BAD: list[tuple[str, Any, str]] = [
     ("RenewLocations", location_pb2.RenewLocationsRequest(engine_id="d", engine_epoch=1), "renewals"),
     ("ListLocations", location_pb2.ListLocationsRequest(page_size=1001), "page_size"),
     ("ListLocations", location_pb2.ListLocationsRequest(page_token="%"), "page_token"),
+    ("ListLocations", location_pb2.ListLocationsRequest(tenant_id="x" * 70_000), "tenant_id"),
+    ("ListLocations", location_pb2.ListLocationsRequest(engine_id="x" * 257), "engine_id"),
     ("AnnounceLocation", location_pb2.AnnounceLocationRequest(), "engine_id"),
     ("AnnounceLocation", _announce(turn=0), "announcement.turn"),
     ("AnnounceLocation", _announce(token_count=-1), "announcement.token_count"),

@@ -7,6 +7,7 @@ import gc
 from collections.abc import AsyncIterator
 
 import pytest
+from structlog.testing import capture_logs
 
 from kvplane.client import convert
 from kvplane.client.errors import (
@@ -216,3 +217,55 @@ async def test_a_fault_of_the_requests_ends_the_stream(wire: Wire) -> None:
 
     with pytest.raises(ZeroDivisionError):
         await anext(wire.client.attach_engine(requests()))
+
+
+async def test_sequence_numbers_have_to_rise(wire: Wire) -> None:
+    """An engine that left them 0 was not heard any more after 64 messages: none was acknowledged to it."""
+    epoch = (await wire.client.register_engine(SPEC)).engine_epoch
+    hello = engine_pb2.EngineHello(engine_id="d", engine_epoch=epoch)
+    for sequences in ([0], [-1], [1, 0], [1, 1], [5, 4]):
+
+        async def requests(sequences: list[int] = sequences) -> AsyncIterator[engine_pb2.AttachEngineRequest]:
+            for number, sequence in enumerate(sequences):
+                yield engine_pb2.AttachEngineRequest(sequence=sequence, hello=None if number else hello)
+
+        with pytest.raises(InvalidFieldError, match="sequence"):
+            async for _ in wire.client.attach_engine(requests()):
+                pass
+
+
+async def test_a_second_hello_is_refused(wire: Wire) -> None:
+    epoch = (await wire.client.register_engine(SPEC)).engine_epoch
+    stream = Stream(wire)
+    stream.hello(epoch)
+    await stream.next()
+    stream.hello(epoch)
+    with pytest.raises(InvalidFieldError, match="hello must be in the first message only"):
+        await stream.until(lambda _: False)
+
+
+async def test_refused_announcements_do_not_fill_the_log(wire: Wire) -> None:
+    epoch = (await wire.client.register_engine(SPEC)).engine_epoch
+    stream = Stream(wire)
+    stream.hello(epoch)
+    await stream.next()
+    with capture_logs() as logs:
+        stream.send(announcements=[common_pb2.Announcement(request_id="q")] * 1024)
+        answer = await stream.next()
+    assert len(answer.announcements) == 1024
+    assert [line["event"] for line in logs] == ["announcement_refused"]
+    stream.end()
+
+
+async def test_a_damaged_record_ends_no_watch_and_no_drain(wire: Wire) -> None:
+    epoch = (await wire.client.register_engine(SPEC)).engine_epoch
+    await wire.retain(epoch)
+    _, revision = await wire.client.list_locations()
+    damaged = keys.location(m.ConversationKey("t", "m", "", "damaged"))
+    holding = keys.holding(m.Holder("d", epoch, "damaged"))
+    await wire.memory.transact([], [Put(damaged, b"\xff"), Put(holding, b"\xff")])
+    await wire.retain(epoch, "q2")
+    async for event in wire.client.watch_locations(from_revision=revision + 1):
+        assert event.location.request_id == "q2"
+        break
+    assert await wire.client.drain_engine(SPEC.engine_id) == 0

@@ -30,6 +30,7 @@ from kvplane.controlplane.upkeep.inventory import take_inventory
 from kvplane.controlplane.upkeep.patient import PatientStore
 from kvplane.controlplane.upkeep.purge import Purged, Selection, Survey, purge, survey
 from kvplane.controlplane.upkeep.restore import RESTORED, NotEmptyError, Restored, restore_dump
+from kvplane.controlplane.validate import MAX_ID_BYTES
 from kvplane.store.base import Store
 from kvplane.store.clock import SystemClock
 from kvplane.store.errors import StoreError, StoreFullError
@@ -279,6 +280,16 @@ def _read(file: str) -> Iterator[BinaryIO]:
         raise StartError(f"{file}: {(error.strerror or 'cannot be read').lower()}") from None
 
 
+def _check_id(name: str, value: str | None) -> None:
+    """Refuse what nothing can be named. Raises StartError."""
+    try:
+        size = len((value or "").encode())
+    except UnicodeEncodeError:
+        raise StartError(f"--{name}: is not UTF-8") from None
+    if size > MAX_ID_BYTES:
+        raise StartError(f"--{name}: must be at most {MAX_ID_BYTES} bytes")
+
+
 def _can_ask() -> bool:
     return sys.stdin.isatty()
 
@@ -308,6 +319,15 @@ def purge_command(
     end by themselves. Epochs stay, so that engines' later ones are larger. To release a conversation's blocks
     at once, call LocationService/ReleaseLocation of the control plane instead.
     """
+    given = {
+        "tenant": tenant,
+        "model": model,
+        "adapter": adapter,
+        "conversation": conversation,
+        "engine": engine,
+    }
+    for name, value in given.items():
+        _check_id(name, value)
     selection = Selection(tenant, model, adapter, conversation, engine)
 
     async def look(store: Store, clock: SystemClock, config: Config) -> Survey:

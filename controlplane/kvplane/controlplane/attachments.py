@@ -25,6 +25,7 @@ from kvplane.controlplane.errors import (
 from kvplane.controlplane.ledger import Ledger, understood
 from kvplane.controlplane.locations import Locations
 from kvplane.controlplane.releases import Releases
+from kvplane.controlplane.throttle import Throttle
 from kvplane.store.base import Event
 from kvplane.store.errors import InvalidStoreRequestError, StoreError
 from kvplane.v1 import common_pb2, engine_pb2
@@ -58,6 +59,7 @@ class Attachments:
         self._transit: dict[tuple[str, int], float] = {}
         self._telling: set[asyncio.Task[None]] = set()
         self._closing = False
+        self._refused = Throttle()
         ledger.mirror.listen(keys.ORDERS, self._on_order)
         ledger.mirror.listen(keys.LOCATIONS, self._on_location)
         ledger.mirror.listen(keys.ENGINES, self._on_engine)
@@ -86,6 +88,7 @@ class Attachments:
         first = await anext(requests, None)
         if first is None or not first.HasField("hello"):
             raise InvalidFieldError("hello", "must be in the first message of the stream")
+        validate.positive("sequence", first.sequence)
         engine_id = validate.text("hello.engine_id", first.hello.engine_id)
         engine_epoch = validate.epoch("hello.engine_epoch", first.hello.engine_epoch)
         at = (engine_id, engine_epoch)
@@ -255,7 +258,9 @@ class Attachments:
             value = convert.announcement_in(wire, delay_s)
             result = await self._locations.announce(engine_id, engine_epoch, value, stream=stream)
         except (InvalidFieldError, EngineDrainingError, InvalidStoreRequestError) as error:
-            log.warning("announcement_refused", engine_id=engine_id, cause=str(error))
+            unlogged = self._refused.due("announcement")
+            if unlogged is not None:
+                log.warning("announcement_refused", engine_id=engine_id, cause=str(error), unlogged=unlogged)
             result = m.Announced(m.AnnounceOutcome.REFUSED, detail=str(error))
         convert.write_announced(answer, wire.request_id, result)
 
@@ -297,6 +302,7 @@ class _Conversation:
         self._at = at
         self._stream = stream
         self._draining = draining
+        self._sequence = 0
         self._orders: list[m.Order] = []
         self._wanted: dict[str, int] = {}  # until when, by request
         self._room = asyncio.Semaphore(_MAX_UNREAD)
@@ -337,6 +343,8 @@ class _Conversation:
         try:
             await self._apply(first)
             async for request in requests:
+                if request.HasField("hello"):
+                    raise InvalidFieldError("hello", "must be in the first message only")
                 await self._apply(request)
         except Exception as error:
             self.answers.put_nowait(error)
@@ -344,6 +352,10 @@ class _Conversation:
             self.answers.put_nowait(None)
 
     async def _apply(self, request: engine_pb2.AttachEngineRequest) -> None:
+        if request.sequence <= self._sequence:
+            problem = f"must be greater than that of the message before, {self._sequence}"
+            raise InvalidFieldError("sequence", problem)
+        self._sequence = request.sequence
         await self._room.acquire()  # an engine that does not read is not listened to
         answer = await self._attachments.apply(self._at, self._stream, request)
         self._draining = answer.draining

@@ -223,7 +223,8 @@ class EngineRegistry:
             log.info("engine_draining", engine_id=engine_id, engine_epoch=drained.engine_epoch)
         open_claims = 0
         async for item in ledger.scan(keys.engine_holdings(engine_id)):
-            open_claims += bool(records.load_holding(item.value)[1])
+            _, claim_id = understood(item, records.load_holding) or (b"", "")
+            open_claims += bool(claim_id)
         return open_claims
 
     async def deregister(self, engine_id: str, engine_epoch: int) -> None:

@@ -32,6 +32,10 @@ class InvalidFieldError(DomainError):
         return InvalidFieldError(f"{outer}.{self.field}", self.problem)
 
 
+class UnreadableMessageError(DomainError):
+    """What arrived is no message of the API, or larger than any may be."""
+
+
 class UnknownEngineError(DomainError):
     """The engine has no lease. It must register (again)."""
 
@@ -92,6 +96,7 @@ class ShuttingDownError(DomainError):
 _Code = grpc.StatusCode
 _TABLE: dict[type[Exception], tuple[grpc.StatusCode, str]] = {
     InvalidFieldError: (_Code.INVALID_ARGUMENT, "INVALID_FIELD"),
+    UnreadableMessageError: (_Code.INVALID_ARGUMENT, "UNREADABLE_MESSAGE"),
     UnknownEngineError: (_Code.NOT_FOUND, "UNKNOWN_ENGINE"),
     StaleEpochError: (_Code.FAILED_PRECONDITION, "STALE_EPOCH"),
     EngineDrainingError: (_Code.FAILED_PRECONDITION, "ENGINE_DRAINING"),

@@ -13,6 +13,7 @@ import grpc
 import structlog
 
 from kvplane.controlplane.errors import status_of
+from kvplane.controlplane.throttle import Throttle
 
 log = structlog.get_logger(__name__)
 
@@ -20,24 +21,8 @@ _Context = Any
 """grpc.aio.ServicerContext; its type parameters say nothing here."""
 
 
-class _Refusals:
-    """Logs refused calls, of each reason at most one a second: an outage refuses thousands."""
-
-    def __init__(self) -> None:
-        self._last: dict[str, tuple[float, int]] = {}  # reason: (when logged, refused since)
-
-    def note(self, method: str, reason: str, request_id: str) -> None:
-        """Count a refused call, and log it unless one like it was just logged."""
-        now = asyncio.get_running_loop().time()
-        logged_at, since = self._last.get(reason, (float("-inf"), 0))
-        if now - logged_at < 1.0:
-            self._last[reason] = logged_at, since + 1
-            return
-        self._last[reason] = now, 0
-        log.warning("rpc_refused", rpc=method, reason=reason, request_id=request_id, unlogged=since)
-
-
-_refusals = _Refusals()
+_refusals = Throttle()
+"""Refused calls, by reason: an outage refuses thousands."""
 
 
 async def _abort(context: _Context, method: str, error: Exception) -> NoReturn:
@@ -46,7 +31,9 @@ async def _abort(context: _Context, method: str, error: Exception) -> NoReturn:
     if code is grpc.StatusCode.INTERNAL:
         log.error("rpc_failed", rpc=method, request_id=request_id, exc_info=error)
     elif code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED):
-        _refusals.note(method, reason, request_id)
+        unlogged = _refusals.due(reason)
+        if unlogged is not None:
+            log.warning("rpc_refused", rpc=method, reason=reason, request_id=request_id, unlogged=unlogged)
     await context.abort(code, message, trailing_metadata=(("grpc-status-details-bin", details),))
     raise AssertionError("abort returned")
 
@@ -54,6 +41,8 @@ async def _abort(context: _Context, method: str, error: Exception) -> NoReturn:
 def _unary(method: str, behavior: Callable[[Any, _Context], Awaitable[Any]]) -> Callable[..., Any]:
     async def handle(request: Any, context: _Context) -> Any:
         try:
+            if isinstance(request, Exception):  # see decoding
+                raise request
             return await behavior(request, context)
         except (grpc.aio.AbortError, asyncio.CancelledError):
             raise
@@ -67,6 +56,8 @@ def _unary(method: str, behavior: Callable[[Any, _Context], Awaitable[Any]]) -> 
 def _stream(method: str, behavior: Callable[[Any, _Context], AsyncIterator[Any]]) -> Callable[..., Any]:
     async def handle(request: Any, context: _Context) -> AsyncIterator[Any]:
         try:
+            if isinstance(request, Exception):
+                raise request
             async for answer in behavior(request, context):
                 yield answer
         except (grpc.aio.AbortError, asyncio.CancelledError):

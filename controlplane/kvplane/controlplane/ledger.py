@@ -15,6 +15,7 @@ from kvplane.controlplane import model as m
 from kvplane.controlplane.errors import ContentionError
 from kvplane.controlplane.fleet_time import FleetTime
 from kvplane.controlplane.mirror import Mirror
+from kvplane.controlplane.throttle import Throttle
 from kvplane.store.base import Compare, Delete, KeyValue, Operation, Put, Store
 from kvplane.store.errors import LeaseNotFoundError, StoreUnavailableError
 
@@ -276,15 +277,22 @@ class Ledger:
         return [Delete(keys.claim(claim.claim_id)), Delete(keys.holding(claim.location.holder))]
 
 
+_damaged = Throttle()
+
+
 def understood(item: KeyValue, load: Callable[[bytes], T]) -> T | None:
     """Return a record's value; None, and a line in the log, for one that is damaged or from another world.
+
+    Of each kind of record there is one line a second: one may be read thousands of times.
 
     So it is treated as absent, and overwritten where it is due: one bad record harms no other.
     """
     try:
         return load(item.value)
     except Exception as error:
-        log.error("record_not_understood", store_key=repr(item.key), cause=repr(error))
+        unlogged = _damaged.due(item.key[:2])
+        if unlogged is not None:
+            log.error("record_not_understood", store_key=repr(item.key), cause=repr(error), unlogged=unlogged)
         return None
 
 

@@ -10,7 +10,7 @@ from kvplane.controlplane import model as m
 from kvplane.controlplane.claims import Claims
 from kvplane.controlplane.engines import EngineRegistry
 from kvplane.controlplane.errors import InvalidFieldError, RevisionGoneError
-from kvplane.controlplane.ledger import Ledger
+from kvplane.controlplane.ledger import Ledger, understood
 from kvplane.controlplane.locations import Locations
 from kvplane.controlplane.paging import decode_token, encode_token
 from kvplane.controlplane.releases import Releases
@@ -205,8 +205,8 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         found, after, revision = await self._locations.list(
             after=decode_token(request.page_token),
             limit=validate.page_size(request.page_size),
-            tenant_id=request.tenant_id,
-            engine_id=request.engine_id,
+            tenant_id=validate.text("tenant_id", request.tenant_id, optional=True),
+            engine_id=validate.text("engine_id", request.engine_id, optional=True),
         )
         now = self._now()
         locations = [
@@ -240,7 +240,9 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
             return None
         gone = event.current is None
         kind = location_pb2.LOCATION_EVENT_TYPE_GONE if gone else location_pb2.LOCATION_EVENT_TYPE_RETAINED
-        value, revision = records.load_location(stored.value), stored.mod_revision
+        value, revision = understood(stored, records.load_location), stored.mod_revision
+        if value is None:
+            return None
         location = convert.location_out(value, now_ms=self._now(), revision=revision, brief=True)
         return location_pb2.LocationEvent(type=kind, location=location)
 

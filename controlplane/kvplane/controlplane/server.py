@@ -17,6 +17,7 @@ from kvplane.controlplane import reflection
 from kvplane.controlplane.attachments import Attachments
 from kvplane.controlplane.availability import Availability
 from kvplane.controlplane.claims import Claims
+from kvplane.controlplane.decoding import MAX_REQUEST_BYTES, Checked
 from kvplane.controlplane.engine_service import EngineServicer
 from kvplane.controlplane.engines import EngineRegistry
 from kvplane.controlplane.expiry import Sweeper
@@ -42,7 +43,7 @@ log = structlog.get_logger(__name__)
 ENGINE_SERVICE = "kvplane.v1.EngineService"
 LOCATION_SERVICE = "kvplane.v1.LocationService"
 SERVICES = (ENGINE_SERVICE, LOCATION_SERVICE)
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
 _FIRST_READ_S = 3.0
 _RETRY_S = 0.5
 _HEALTH_EVERY_S = 1.0
@@ -146,8 +147,8 @@ class ControlPlaneServer:
         """
         options: list[tuple[str, Any]] = [
             ("grpc.so_reuseport", 0),
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+            ("grpc.max_send_message_length", MAX_ANSWER_BYTES),
             ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.keepalive_time_ms", 10_000),
@@ -155,10 +156,11 @@ class ControlPlaneServer:
             ("grpc.keepalive_permit_without_calls", 1),
         ]
         server = self._server = grpc.aio.server(options=options)
+        checked: Any = Checked(server)
         engines = guarded(self.plane.engine_servicer, ENGINE_SERVICE)
-        engine_pb2_grpc.add_EngineServiceServicer_to_server(engines, server)
+        engine_pb2_grpc.add_EngineServiceServicer_to_server(engines, checked)
         locations = guarded(self.plane.location_servicer, LOCATION_SERVICE)
-        location_pb2_grpc.add_LocationServiceServicer_to_server(locations, server)
+        location_pb2_grpc.add_LocationServiceServicer_to_server(locations, checked)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable(server, (*SERVICES, health.SERVICE_NAME))
         try:
