@@ -142,6 +142,33 @@ async def test_a_lost_lease_makes_locations_vanish(rig: Rig) -> None:
         await rig.plane.engines.renew("d", engine.engine_epoch)
 
 
+async def test_epochs_of_very_many_engine_ids_are_forgotten_but_not_those_of_live_engines() -> None:
+    async with running(m.Settings(max_epochs=50)) as rig:
+        live = await rig.engine("live")
+        gone = [await rig.engine(f"pod-{number}") for number in range(200)]
+        for engine in gone:
+            await rig.plane.engines.deregister(engine.spec.engine_id, engine.engine_epoch)
+        await rig.keep_alive(live, 3)
+        left = {item.key for item in (await rig.store.scan(keys.EPOCHS)).items}
+        assert left == {keys.epoch(engine.spec.engine_id) for engine in (live, *gone[150:])}
+        more = [await rig.engine(f"more-{number}") for number in range(60)]
+        await rig.clock.advance(0.5)
+        left = {item.key for item in (await rig.store.scan(keys.EPOCHS)).items}
+        assert left == {keys.epoch(engine.spec.engine_id) for engine in (live, *more)}
+        await rig.keep_alive(live, 12)
+        left = {item.key for item in (await rig.store.scan(keys.EPOCHS)).items}
+        assert len(left) == 50 + 1
+        assert keys.epoch("live") in left
+        assert (await rig.engine("live")).engine_epoch > live.engine_epoch
+        assert (await rig.engine("pod-0")).engine_epoch > gone[0].engine_epoch
+
+
+async def test_an_epoch_is_larger_than_the_live_ones_though_it_was_forgotten(rig: Rig) -> None:
+    first = await rig.engine()
+    await rig.store.transact([], [Delete(keys.epoch("d"))])
+    assert (await rig.engine()).engine_epoch > first.engine_epoch
+
+
 async def test_epochs_rise_even_when_the_clock_does_not(rig: Rig) -> None:
     epochs = [(await rig.engine()).engine_epoch for _ in range(5)]
     assert epochs == sorted(set(epochs))

@@ -135,9 +135,10 @@ class EngineRegistry:
             if current.value and registration_id and current.value.registration_id == registration_id:
                 return Decision((current.value, None), compares)
             now = ledger.clock.now_ms()
+            before = max(last.value or 0, current.value.engine_epoch if current.value else 0)
             engine = m.Engine(
                 spec=spec,
-                engine_epoch=max(min(last.value or 0, _MAX_EPOCH) + 1, now),
+                engine_epoch=max(min(before, _MAX_EPOCH) + 1, now),
                 lease_id=lease.lease_id,
                 registered_at_ms=now,
                 registration_id=registration_id,
@@ -288,6 +289,18 @@ class EngineRegistry:
             return Decision(changed, [stored.unchanged()], [put])
 
         return await self._ledger.decide(attempt)
+
+    async def forget_epoch(self, epoch_key: bytes) -> None:
+        """Forget the last epoch of an engine id that does not live; a later one follows the clock."""
+        engine_id = keys.engine_id_of_epoch(epoch_key)
+
+        def attempt() -> Decision[None]:
+            engine = self.find(engine_id)
+            if engine.value is not None:
+                return Decision(None)
+            return Decision(None, [engine.unchanged()], [Delete(epoch_key)])
+
+        await self._ledger.decide(attempt)
 
     def forget(self, engine_id: str, below_epoch: int) -> None:
         """Drop what this replica alone knows of incarnations that are over."""

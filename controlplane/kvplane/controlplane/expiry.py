@@ -44,6 +44,7 @@ class Sweeper:
         rank: Callable[[], int] = lambda: 0,
     ) -> None:
         self._rank = rank
+        self._mirror = mirror
         self._releases = releases
         self._engines = engines
         self._clock = clock
@@ -53,11 +54,13 @@ class Sweeper:
         self._is_postponed = False
         self._conversations: OrderedDict[bytes, None] = OrderedDict()
         self._begun: OrderedDict[bytes, None] = OrderedDict()
+        self._epochs: OrderedDict[bytes, None] = OrderedDict()
         self._over: dict[tuple[str, int], int] = {}
         mirror.listen(keys.LOCATIONS, self._on_location)
         mirror.listen(keys.CLAIMS, self._on_claim)
         mirror.listen(keys.TURNS, lambda event: _note(self._conversations, event))
         mirror.listen(keys.BEGUN, lambda event: _note(self._begun, event))
+        mirror.listen(keys.EPOCHS, lambda event: _note(self._epochs, event))
         mirror.listen(keys.ENGINES, self._on_engine)
 
     def _on_location(self, event: Event) -> None:
@@ -72,6 +75,11 @@ class Sweeper:
 
     def _on_engine(self, event: Event) -> None:
         """Note which incarnations are over: all below the current one, or all up to the one that went."""
+        if event.current is None:  # its epoch's record stayed as long as it lived
+            engine_epoch = self._mirror.get(keys.epoch(keys.engine_id_of(event.key)))
+            if engine_epoch is not None:
+                self._epochs[engine_epoch.key] = None
+                self._epochs.move_to_end(engine_epoch.key)
         if event.previous is not None:
             gone = records.load_engine(event.previous.value)
             current = records.load_engine(event.current.value) if event.current is not None else None
@@ -123,17 +131,19 @@ class Sweeper:
         await self._releases.time_out_claim(store_key.removeprefix(keys.CLAIMS).decode())
 
     async def _make_room(self) -> bool:
-        return await self._bound(self._conversations, self._releases.evict) and await self._bound(
+        most = self._settings.max_conversations
+        return (
+            await self._bound(self._conversations, most, self._releases.evict)
             # They go after a minute, but a flood of requests that name no conversation leaves one each.
-            self._begun,
-            self._releases.forget_begun,
+            and await self._bound(self._begun, most, self._releases.forget_begun)
+            and await self._bound(self._epochs, self._settings.max_epochs, self._engines.forget_epoch)
         )
 
     async def _bound(
-        self, known: OrderedDict[bytes, None], forget: Callable[[bytes], Awaitable[object]]
+        self, known: OrderedDict[bytes, None], most: int, forget: Callable[[bytes], Awaitable[object]]
     ) -> bool:
-        """Forget the oldest of some records as long as there are more than `max_conversations`."""
-        while len(known) > self._settings.max_conversations:
+        """Forget the oldest of some records as long as there are more than `most`."""
+        while len(known) > most:
             key, _ = known.popitem(last=False)
             if not await self._try(forget(key)):
                 known[key] = None

@@ -123,6 +123,11 @@ def epoch(engine_id: str) -> bytes:
     return EPOCHS + engine_id.encode()
 
 
+def engine_id_of_epoch(key: bytes) -> str:
+    """Return the engine id of the key of an epoch."""
+    return key.removeprefix(EPOCHS).decode()
+
+
 def load(engine_id: str) -> bytes:
     """Return where an engine's last reported load lies."""
     return LOADS + engine_id.encode()

@@ -112,6 +112,8 @@ class Settings:
     For stores shared with other replicas."""
     max_conversations: int = 1_000_000
     """Conversations on record, and notes of turns begun by fingerprint; beyond it the oldest of each go."""
+    max_epochs: int = 100_000
+    """Engine ids whose last epoch is remembered; beyond it the oldest of those that do not live go."""
 
     @property
     def claim_life_s(self) -> float:
