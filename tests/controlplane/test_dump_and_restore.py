@@ -330,6 +330,20 @@ async def test_a_dump_of_a_newer_version_opens_no_store_that_needs_one(empty: Fa
         ([HEADER, line("turns", keys.epoch("d"), b"")], "line 2: its key is one of epochs, not of 'turns'"),
         ([HEADER, line("epochs", keys.epoch("d"), b"\xff")], "line 2: no record of epochs"),
         ([HEADER, line("turns", b"t/\x00\x01", b"")], "line 2: no record of turns"),
+        *[
+            (
+                [HEADER, line("turns", keys.turns(key()), records.dump_turns(forged))],
+                "no record of turns: a num",
+            )
+            for forged in (m.Turns(2**63 - 1), m.Turns(claimed_turn=-5), m.Turns(settled_turn=2**62))
+        ],
+        *[
+            (
+                [HEADER, line("epochs", keys.epoch("d"), records.dump_epoch(forged))],
+                "no record of epochs: a num",
+            )
+            for forged in (-1, 2**62, 2**63 - 1)
+        ],
     ],
 )
 def test_what_is_no_whole_dump_is_refused_and_the_line_named(lines: list[bytes], said: str) -> None:

@@ -120,6 +120,20 @@ async def copy_of(rig: Rig) -> MemoryStore:
     return store
 
 
+async def test_forged_numbers_are_found(filled: Rig) -> None:
+    store = await copy_of(filled)
+    turns = await store.get(keys.turns(key()))
+    assert turns is not None
+    for forged in (m.Turns(2**63 - 1), m.Turns(settled_turn=-1), m.Turns(ended_turn=2**62)):
+        await store.transact([], [Put(turns.key, records.dump_turns(forged), turns.lease_id)])
+        findings = (await take_inventory(store)).findings
+        assert {problem: finding.count for problem, finding in findings.items()} == {Problem.UNREADABLE: 1}
+    for number in (-1, 2**62):
+        await store.transact([], [Put(keys.epoch("d"), records.dump_epoch(number), turns.lease_id)])
+        assert (await take_inventory(store)).findings[Problem.UNREADABLE].count == 2
+    await store.aclose()
+
+
 async def test_dangling_references_are_found_each_by_its_name(filled: Rig) -> None:
     engine = await engine_of(filled)
     store = await copy_of(filled)

@@ -98,6 +98,56 @@ async def test_what_an_older_version_did_not_record_stays_unknown(rig: Rig) -> N
     assert (begun.turn_index, begun.idle_ms, begun.lease_class) == (0, 0, 8)
 
 
+def turn_record(**numbers: Any) -> bytes:
+    """Return a stored record; of two of them in a row, the second's numbers count."""
+    return records_pb2.TurnRecord(**numbers).SerializeToString()
+
+
+TURN_NUMBERS = ("latest_turn", "settled_turn", "claimed_turn", "ended_turn")
+TIMES = ("in_flight_until_ms", "settled_at_ms", "wanted_until_ms")
+
+
+@pytest.mark.parametrize("name", [*TURN_NUMBERS, *TIMES])
+@pytest.mark.parametrize("number", [-5, 2**62, 2**63 - 1])
+async def test_forged_numbers_are_no_record_and_the_next_turn_replaces_them(
+    rig: Rig, name: str, number: int
+) -> None:
+    record = turn_record(latest_turn=5) + turn_record(**{name: number})
+    with pytest.raises(records.UnreadableRecordError):
+        records.load_turns(record)
+    await put_turns(rig, record)
+    await rig.retain(await rig.engine(), "q1")
+    assert isinstance(await rig.claim(), m.Claim)
+    assert await rig.begin("q2") == rig.clock.now_ms() + 1
+
+
+@pytest.mark.parametrize("name", ["turn_index", "lease_class"])
+async def test_negative_counts_are_no_record(name: str) -> None:
+    with pytest.raises(records.UnreadableRecordError):
+        records.load_turns(turn_record(**{name: -1}))
+
+
+@pytest.mark.parametrize("name", ["settled_turn", "claimed_turn", "ended_turn"])
+async def test_a_turn_is_newer_than_all_that_ended_whatever_was_begun(rig: Rig, name: str) -> None:
+    later = rig.clock.now_ms() + 5000
+    await put_turns(rig, turn_record(**{name: later}))
+    assert await rig.retain(await rig.engine(), "q1") == later + 1
+
+
+async def test_the_largest_number_of_all_is_followed_by_the_clocks(rig: Rig) -> None:
+    await put_turns(rig, turn_record(latest_turn=2**62 - 1))
+    assert await rig.begin("q1") == 2**62
+    await rig.retain(await rig.engine(), "q2")
+
+
+async def test_a_conversation_of_very_many_turns_goes_on(rig: Rig) -> None:
+    now = rig.clock.now_ms()
+    record = records_pb2.TurnRecord(latest_turn=now, request_id="r", turn_index=2**31 - 1)
+    await put_turns(rig, record.SerializeToString())
+    assert (await begin(rig, "r2")).turn_index == 2**31 - 1
+    assert (await begin(rig, "r3")).turn_index == 2**31 - 1
+
+
 async def test_a_turn_settled_by_an_older_version_is_not_described_by_the_one_before(rig: Rig) -> None:
     engine = await rig.engine()
     await announce(rig, engine, await begin(rig, "r1"), lease_class=8)

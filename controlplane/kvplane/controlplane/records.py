@@ -19,6 +19,10 @@ from kvplane.storage.v1 import records_pb2 as pb
 T = TypeVar("T")
 
 
+_NUMBER_BITS = 62
+"""Turns, epochs and times follow the clock's milliseconds; what needs more is damaged or forged."""
+
+
 class UnreadableRecordError(ValueError):
     """Bytes that are no such record, or one of a newer version that this one cannot make sense of."""
 
@@ -263,8 +267,24 @@ def dump_turns(value: m.Turns) -> bytes:
 
 
 def load_turns(raw: bytes) -> m.Turns:
-    """Return a conversation's stored turns."""
+    """Return a conversation's stored turns.
+
+    Raises UnreadableRecordError for negative numbers and such as no clock reaches: they would outdo all later
+    ones, for ever.
+    """
     record = pb.TurnRecord.FromString(raw)
+    if (
+        record.latest_turn
+        | record.settled_turn
+        | record.in_flight_until_ms
+        | record.claimed_turn
+        | record.ended_turn
+        | record.turn_index
+        | record.settled_at_ms
+        | record.lease_class
+        | record.wanted_until_ms
+    ) >> _NUMBER_BITS:  # one test for all: it is on the hot path
+        raise UnreadableRecordError("a number is negative or impossibly large")
     return m.Turns(
         record.latest_turn,
         record.request_id,
@@ -320,8 +340,11 @@ def dump_epoch(engine_epoch: int) -> bytes:
 
 
 def load_epoch(raw: bytes) -> int:
-    """Return an engine id's last epoch."""
-    return pb.EpochRecord.FromString(raw).engine_epoch
+    """Return an engine id's last epoch. Raises UnreadableRecordError for numbers as `load_turns` does."""
+    engine_epoch = pb.EpochRecord.FromString(raw).engine_epoch
+    if engine_epoch >> _NUMBER_BITS:
+        raise UnreadableRecordError("a number is negative or impossibly large")
+    return engine_epoch
 
 
 def dump_schema(schema: int, least_reader: int, before: bytes = b"") -> bytes:

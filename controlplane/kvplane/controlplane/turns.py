@@ -17,6 +17,7 @@ from kvplane.controlplane.prefixes import Prefixes
 
 _REPEAT_MS = 60_000
 """For how long it is remembered which conversation a request by fingerprint began a turn of."""
+_MAX_INDEX = 2**31 - 1
 _SMALL_MS = 1000
 """What a location lacks of the life that a claim needs, and is not asked for."""
 
@@ -133,12 +134,14 @@ class Turns:
             return Decision((again, 0), compares)
         now = ledger.clock.now_ms()
         in_flight = last.is_in_flight(now)
+        # A turn may have ended or been claimed after the record of its beginning was forgotten.
+        newest = max(last.latest_turn, last.settled_turn, last.claimed_turn, last.ended_turn)
         begun = replace(
             last,
-            latest_turn=max(last.latest_turn + 1, now),
+            latest_turn=max(newest + 1, now),
             request_id=request_id,
             in_flight_until_ms=now + self._window_ms,
-            turn_index=last.turn_index + 1 if last.turn_index or not last.latest_turn else 0,
+            turn_index=min(last.turn_index + 1, _MAX_INDEX) if last.turn_index or not last.latest_turn else 0,
             wanted_until_ms=0,
         )
         idle_ms = None

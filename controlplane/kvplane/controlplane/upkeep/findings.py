@@ -33,7 +33,7 @@ MEANING = {
     Problem.SCHEMA_MISSING: "there are records but no schema version: no replica of this version has started",
     Problem.SCHEMA_TOO_NEW: "the store is for newer software than this; what is said here may be wrong",
     Problem.FOREIGN: "under a prefix that this version does not know: a newer one's, or not kvplane's",
-    Problem.UNREADABLE: "cannot be read, or lies under another record's key; replicas stumble over it",
+    Problem.UNREADABLE: "cannot be read, has impossible numbers, or lies under another record's key",
     Problem.NO_LEASE: "hangs on no lease, so it stays for good when nobody removes it",
     Problem.HOLDING_OF_NOTHING: "points to a location or claim that is not there or not the same engine's",
     Problem.LOCATION_WITHOUT_HOLDING: "its engine can neither withdraw nor renew it",
