@@ -30,8 +30,9 @@ from tests.fakes.core import Body, EngineConfig, EngineCore, EnginePlane, Work
 class FakeEngine(EngineCore):
     """An engine on a port of its own. `async with` starts and stops it; `url` is where it answers.
 
-    Faults, each used up by one generation request, in order: a status as "500", "garbage", "hang",
-    "disconnect", "error_stream", "break_stream". None lets one request pass.
+    Faults, each used up by one request, in order: a status as "500", or with a body of its own as
+    "400 <html>", "garbage", "hang", "disconnect", "error_stream", "break_stream". None lets one request pass.
+    Of these, what generates nothing knows the statuses, "hang" and "disconnect".
     """
 
     def __init__(self, config: EngineConfig, plane: EnginePlane | None = None) -> None:
@@ -116,8 +117,17 @@ class FakeEngine(EngineCore):
         raw = await request.read()
         self.passed.append((request.path_qs, raw))
         kind = request.headers.get("Content-Type", "")
-        if self.faults:
-            return _error(request.path, int(self.faults.popleft() or 500), "fault")
+        fault = self.faults.popleft() if self.faults else None
+        if fault is not None and fault[:3].isdigit():
+            return _faulty(request.path, fault, "fault")
+        if fault == "disconnect":
+            assert request.transport is not None
+            request.transport.close()
+        if fault == "hang":
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.aborted += 1
         answer = {
             "engine": self.engine_id,
             "type": kind,
@@ -139,10 +149,9 @@ class FakeEngine(EngineCore):
         self.requests.append(body)
         self.headers.append(dict(request.headers))
         fault = self.faults.popleft() if self.faults else None
-        if fault is not None and fault.isdigit():
-            status = int(fault)
-            headers = {"Retry-After": "7"} if status in (429, 503) else {}
-            return _error(request.path, status, f"fault {fault}", headers)
+        if fault is not None and fault[:3].isdigit():
+            headers = {"Retry-After": "7"} if fault in ("429", "503") else {}
+            return _faulty(request.path, fault, f"fault {fault}", headers)
         if fault == "garbage":
             return web.Response(text="<html>not what you asked for</html>", content_type="text/html")
         if fault == "disconnect":
@@ -238,6 +247,13 @@ class FakeEngine(EngineCore):
         for event in reply.stops():
             await out.write(event)
         return out
+
+
+def _faulty(path: str, fault: str, message: str, headers: dict[str, str] | None = None) -> web.Response:
+    status, with_body, body = fault.partition(" ")
+    if with_body:
+        return web.Response(status=int(status), text=body, content_type="text/html", headers=headers)
+    return _error(path, int(status), message, headers)
 
 
 def _error(path: str, status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 from typing import Any
@@ -108,6 +109,20 @@ async def test_without_an_answer_of_the_control_plane_nothing_is_claimed_to_be_o
     async with rig(with_plane=False) as r:
         assert (await delete(r, "c1"))[0] == 200
         assert (await touch(r))[1]["touched"] is False
+
+
+async def test_a_touch_is_bounded_as_other_requests_are() -> None:
+    async with rig(body_timeout_s=0.1, max_body_bytes=1000) as r:
+        reader, writer = await asyncio.open_connection("127.0.0.1", r.router.port)
+        head = b"POST /v1/conversations/c1/touch HTTP/1.1\r\nHost: r\r\nContent-Length: 100\r\n\r\n{"
+        writer.write(head)
+        assert (await asyncio.wait_for(reader.readline(), 10)).startswith(b"HTTP/1.1 408 ")
+        writer.close()
+        status, answer = await touch(r, b" " * 70_000)
+        assert (status, "larger than 1000 bytes" in answer["error"]["message"]) == (413, True)
+        assert r.router._bodies.held_bytes == 0
+    async with rig(body_budget_bytes=1) as r:
+        assert (await touch(r, b" " * 70_000))[0] == 503
 
 
 async def test_other_methods_are_not_allowed() -> None:

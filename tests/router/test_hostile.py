@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvplane.router import openai
-from kvplane.router.passing import _FORM_MODEL
+from kvplane.router.forms import _MODEL
 from tests.router.rig import CHAT, Rig, chat, rig, until
 
 MB = 1_000_000
@@ -215,7 +215,7 @@ async def test_odd_characters_are_passed_on_or_refused(text: str) -> None:
 
 def test_looking_for_the_model_in_a_form_takes_linear_time() -> None:
     before = time.process_time()
-    assert _FORM_MODEL.search(b'name="model"\r\n' * 200_000) is None
+    assert _MODEL.search(b'name="model"\r\n' * 200_000) is None
     assert time.process_time() - before < 2
 
 

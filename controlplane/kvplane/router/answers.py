@@ -34,7 +34,8 @@ def passed_on(turn: Turn, answer: EngineAnswer) -> web.StreamResponse:
         headers["Retry-After"] = "1"
     body = turn.api.engine_error(answer.body, answer.status)
     if body is not answer.body:
-        headers = {name: value for name, value in headers.items() if name.lower() != "content-type"}
+        of_the_body = ("content-type", "content-encoding")
+        headers = {name: value for name, value in headers.items() if name.lower() not in of_the_body}
         headers["Content-Type"] = "application/json"
     return web.Response(body=body, status=answer.status, headers=headers)
 

@@ -9,7 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvplane.router.openai import NO_TEXT, Body, PromptText, dump, engine_body, error_body
+from kvplane.router.openai import (
+    NO_TEXT,
+    Body,
+    PromptText,
+    dump,
+    engine_body,
+    error_body,
+    is_error,
+    read_error,
+)
 
 _MESSAGE_OVERHEAD = 16
 """Characters that stand for the template's markup around one message."""
@@ -146,7 +155,8 @@ class Api(ABC):
 
     def engine_error(self, body: bytes, status: int) -> bytes:
         """Return an engine's error in this API's shape: the same bytes wherever they have it already."""
-        return body
+        answer, message = read_error(body, status)
+        return body if is_error(answer) else self.error_body(message, status)
 
 
 BROKE = "The engine failed before the first token."

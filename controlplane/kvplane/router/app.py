@@ -20,7 +20,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from kvplane.client.client import ControlPlaneClient
 from kvplane.client.model import Engine as RegisteredEngine
 from kvplane.client.turns import TurnsStream
-from kvplane.router import conversations, explain, openai
+from kvplane.router import shapes
 from kvplane.router.admission import Admission
 from kvplane.router.api import Api
 from kvplane.router.bodies import Bodies
@@ -31,10 +31,11 @@ from kvplane.router.explain import Explanations
 from kvplane.router.kubernetes import KubernetesSource
 from kvplane.router.messages import Messages
 from kvplane.router.metrics import RouterMetrics
-from kvplane.router.passing import PASSED, Passing
+from kvplane.router.passing import Passing
 from kvplane.router.plane import Plane, PlaneClient, TurnsClient
 from kvplane.router.pool import EnginePool
 from kvplane.router.responses import Responses
+from kvplane.router.served import Served
 from kvplane.router.serving import TurnServer
 from kvplane.router.settings import RouterSettings, SettingsError
 from kvplane.router.siblings import Siblings
@@ -61,7 +62,7 @@ def _http_log() -> logging.Logger:
 
     def ours(record: logging.LogRecord) -> bool:
         kind = record.exc_info[0] if record.exc_info else None
-        return kind is None or not issubclass(kind, HttpProcessingError)
+        return kind is None or not issubclass(kind, (HttpProcessingError, web.RequestPayloadError))
 
     logger = logging.getLogger("kvplane.router.http")
     logger.filters[:] = [ours]
@@ -116,6 +117,7 @@ class RouterServer:
         self._turns: TurnServer
         self._conversations: Conversations
         self._passing: Passing
+        self._served: Served
         self.port = 0
         """The port it listens on, once started."""
 
@@ -194,8 +196,16 @@ class RouterServer:
         await self._discover()
         await self._pool.probe_all()
         self._watch(self._pool.run(), "engine probes")
-        self._conversations = Conversations(settings, pool=self._pool, plane=self._plane)
-        self._passing = Passing(settings, pool=self._pool, session=session, bodies=self._bodies)
+        self._conversations = Conversations(settings, pool=self._pool, plane=self._plane, bodies=self._bodies)
+        self._served = Served(pool=self._pool, session=session)
+        self._passing = Passing(
+            settings,
+            pool=self._pool,
+            session=session,
+            bodies=self._bodies,
+            admission=self._admission,
+            metrics=self.metrics,
+        )
         self._turns = TurnServer(
             settings,
             pool=self._pool,
@@ -253,12 +263,13 @@ class RouterServer:
         for path in APIS:
             app.router.add_post(path, self._generate)
         self._conversations.add_to(app.router)
+        self._served.add_to(app.router)
         self._passing.add_to(app.router)
         self._explanations.add_to(app.router)
         app.router.add_get("/health", self._health)
         app.router.add_get("/ready", self._ready)
         app.router.add_get("/metrics", self._metrics)
-        app.router.add_route("*", "/{path:.*}", self._unknown)
+        app.on_response_prepare.append(shapes.reshape)
         # A client that goes away cancels its handler, and with it the legs.
         self._runner = web.AppRunner(
             app,
@@ -322,7 +333,7 @@ class RouterServer:
     # Routes
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        request_id = _request_id(request)
+        request_id = shapes.request_id(request)
         trail = self._explanations.begin(request_id, request.path)
         turn = Turn(request, APIS[request.path], request_id, asyncio.get_running_loop().time(), trail)
         try:
@@ -400,26 +411,6 @@ class RouterServer:
         while True:
             self._set_gauges()
             await asyncio.sleep(_GAUGES_EVERY_S)
-
-    async def _unknown(self, request: web.Request) -> web.StreamResponse:
-        known = request.path in (*APIS, *PASSED, "/v1/models", "/version", "/health", "/ready", "/metrics")
-        if known or conversations.is_path(request.path) or explain.is_path(request.path):
-            return _error(f"{request.method} is not allowed on {request.path}.", 405)
-        return _error(f"There is no {request.path} here.", 404, {"x-request-id": _request_id(request)})
-
-
-def _error(message: str, status: int, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(
-        body=openai.error_body(message, status),
-        status=status,
-        headers={"Content-Type": "application/json", **(headers or {})},
-    )
-
-
-def _request_id(request: web.Request) -> str:
-    """Return the client's request id if it is harmless, else a new one."""
-    given = request.headers.get("x-request-id", "")
-    return given if openai.is_harmless_id(given) else uuid.uuid4().hex
 
 
 async def serve_router(

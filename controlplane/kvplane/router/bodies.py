@@ -10,6 +10,16 @@ from kvplane.router.admission import OverloadedError
 
 _SMALL = 64 * 1024
 """Smaller bodies are not counted: their number is bounded by that of requests."""
+_ENCODINGS = ("", "identity", "gzip", "deflate", "br", "zstd")
+"""Of a body, as the server unpacks them; what it has no library for it cannot decode."""
+
+
+class BodyError(Exception):
+    """A body cannot be read, by the client's fault; `status` is 400, 408, 413 or 415."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Bodies:
@@ -30,27 +40,36 @@ class Bodies:
     async def read(self, request: web.Request) -> bytes:
         """Return a request's body.
 
-        Raises HTTPRequestEntityTooLarge, HTTPRequestTimeout, RequestPayloadError (it cannot be decoded) or
-        OverloadedError (too much is under way). The caller calls `done` in any case.
+        Raises BodyError or OverloadedError (too much is under way). The caller calls `done` in any case.
         """
-        if request.content.is_eof() and (request.content_length or _SMALL) < _SMALL:
-            return await request.read()
+        encoding = request.headers.get("Content-Encoding", "").strip()
+        if encoding.lower() not in _ENCODINGS:
+            raise BodyError(f"The Content-Encoding {encoding[:100]!r} is not supported.", 415)
         try:
+            if request.content.is_eof() and (request.content_length or _SMALL) < _SMALL:
+                return await request.read()
             async with asyncio.timeout(self._timeout_s):
                 return await self._read(request)
         except TimeoutError:
-            raise web.HTTPRequestTimeout from None
+            raise BodyError("The request body did not come in time.", 408) from None
+        except web.HTTPRequestEntityTooLarge:
+            raise self._too_large() from None
+        except web.RequestPayloadError:
+            raise BodyError("The request body cannot be decoded.", 400) from None
+
+    def _too_large(self) -> BodyError:
+        return BodyError(f"The request body is larger than {self._max_bytes} bytes.", 413)
 
     async def _read(self, request: web.Request) -> bytes:
         length = request.content_length or 0
         if length > self._max_bytes:
-            raise web.HTTPRequestEntityTooLarge(self._max_bytes, length)
+            raise self._too_large()
         self._hold(request, length)
         body = bytearray()
         while chunk := await request.content.readany():
             body += chunk
             if len(body) > self._max_bytes:
-                raise web.HTTPRequestEntityTooLarge(self._max_bytes, len(body))
+                raise self._too_large()
             self._hold(request, len(body))
         return bytes(body)
 

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from aiohttp import web
 
 from kvplane.client.model import ConversationKey
 from kvplane.router import identity, openai
+from kvplane.router.admission import OverloadedError
+from kvplane.router.bodies import Bodies, BodyError
 from kvplane.router.plane import Plane
 from kvplane.router.pool import EnginePool
 from kvplane.router.settings import RouterSettings
 
 # aiohttp's own pattern leaves out braces.
 _ONE = "/v1/conversations/{conversation_id:[^/]+}"
-_PATH = re.compile(r"/v1/conversations/.+", re.DOTALL)
 _MOST_S = 86_400
 _NO_MODEL = "No decode engine answers yet: name the model, as in ?model=NAME."
-
-
-def is_path(path: str) -> bool:
-    """Tell whether there is something at a path, for some method."""
-    return _PATH.fullmatch(path) is not None
 
 
 class _NoModelError(Exception):
@@ -36,8 +31,11 @@ class Conversations:
     where one model is served; of its base model, unless `?adapter=` names another.
     """
 
-    def __init__(self, settings: RouterSettings, *, pool: EnginePool, plane: Plane | None) -> None:
+    def __init__(
+        self, settings: RouterSettings, *, pool: EnginePool, plane: Plane | None, bodies: Bodies
+    ) -> None:
         self._settings = settings
+        self._bodies = bodies
         self._pool = pool
         self._plane = plane
 
@@ -61,15 +59,17 @@ class Conversations:
     async def _touch(self, request: web.Request) -> web.Response:
         """Have it kept for `ttl_s` seconds from now, if its engine can."""
         try:
-            key, ttl_s = self._key(request), self._ttl_s(await request.read())
+            key, ttl_s = self._key(request), self._ttl_s(await self._bodies.read(request))
         except _NoModelError:
             return _unavailable(_NO_MODEL)
         except openai.BadRequestError as error:
             return _refused(error)
-        except web.HTTPRequestEntityTooLarge:
-            return _refused(openai.BadRequestError("The request body is too large."))
-        except web.RequestPayloadError:
-            return _refused(openai.BadRequestError("The request body cannot be decoded."))
+        except BodyError as error:
+            return _error(str(error), error.status)
+        except OverloadedError as error:
+            return _unavailable(str(error))
+        finally:
+            self._bodies.done(request)
         noted = False if self._plane is None else await self._plane.touch(key, ttl_s)
         if noted is None:
             return _unavailable()
@@ -111,10 +111,14 @@ def _answer(body: openai.Body, status: int = 200) -> web.Response:
 
 
 def _refused(error: openai.BadRequestError) -> web.Response:
-    body = openai.error_body(str(error), 400, param=error.param)
-    return web.Response(body=body, status=400, content_type="application/json")
+    return _error(str(error), 400, param=error.param)
 
 
 def _unavailable(problem: str = "The control plane does not answer.") -> web.Response:
-    body = openai.error_body(problem, 503)
-    return web.Response(body=body, status=503, content_type="application/json", headers={"Retry-After": "1"})
+    return _error(problem, 503)
+
+
+def _error(message: str, status: int, *, param: str | None = None) -> web.Response:
+    body = openai.error_body(message, status, param=param)
+    headers = {"Retry-After": "1"} if status == 503 else {}
+    return web.Response(body=body, status=status, content_type="application/json", headers=headers)

@@ -283,11 +283,6 @@ class Explanations:
         return _json(openai.dump(trail.told()), 200)
 
 
-def is_path(path: str) -> bool:
-    """Tell whether there is something at a path, for some method."""
-    return path.startswith(_PREFIX) and "/" not in path.removeprefix(_PREFIX) and path != _PREFIX
-
-
 def _from_here(request: web.Request) -> bool:
     """Tell whether the client is on this host, and not one that a proxy on this host speaks for."""
     if "forwarded" in request.headers or "x-forwarded-for" in request.headers:

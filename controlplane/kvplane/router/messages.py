@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
-from kvplane.router.api import BROKE, Api, Said, count, ends_with_tools, messages_text, objects
-from kvplane.router.openai import NO_TEXT, Body, PromptText, dump
+from kvplane.router.api import Api, Said, count, ends_with_tools, messages_text, objects
+from kvplane.router.openai import NO_TEXT, Body, PromptText, dump, is_error, read_error
 
 _KINDS = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
@@ -23,7 +20,7 @@ _KINDS = {
 
 def messages_error(message: str, status: int, kind: str | None = None) -> bytes:
     """Return an error as Anthropic writes them."""
-    kind = kind or _KINDS.get(status, "api_error")
+    kind = kind or _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     return dump({"type": "error", "error": {"type": kind, "message": message}})
 
 
@@ -89,14 +86,9 @@ class Messages(Api):
 
     def engine_error(self, body: bytes, status: int) -> bytes:
         """See Api. vLLM answers what it refuses before it looks at the request in OpenAI's shape."""
-        try:
-            answer = json.loads(body)
-        except (ValueError, RecursionError):
-            return self.error_body(body[:1000].decode(errors="replace") or BROKE, status)
-        error = answer.get("error") if isinstance(answer, dict) else None
-        if not isinstance(error, dict) or answer.get("type") == "error":
-            return body
-        return messages_error(str(error.get("message")), status)
+        answer, message = read_error(body, status)
+        whole = is_error(answer) and answer.get("type") == "error"
+        return body if whole else messages_error(message, status)
 
 
 def _cache(answer: Body) -> int:

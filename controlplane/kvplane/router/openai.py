@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 Body = dict[str, Any]
@@ -47,17 +48,48 @@ class BadRequestError(ValueError):
 
 _MOST_VALUES = 2_000_000
 """More than a prompt of a million token ids has."""
+_MOST_DEPTH = 256
+"""Lists and objects in each other: far fewer than can be written again from anywhere in the router."""
+_BRACKETS = b"[{]}"
+_STEPS = bytes.maketrans(_BRACKETS, b"\x01\x01\xff\xff")
+_NO_BRACKETS = bytes(set(range(256)) - set(_BRACKETS))
 
 
-def parse_body(raw: bytes) -> Body:
-    """Return the request as a dict. Raises BadRequestError."""
+def parse_json(raw: bytes) -> Any:
+    """Return a JSON value that is small and flat enough to be worked with.
+
+    Raises BadRequestError if it is not, and any other ValueError for what is no JSON. Cost: as json.loads.
+    """
     if len(raw) > _MOST_VALUES and sum(map(raw.count, b"[{,")) > _MOST_VALUES:
         # Small values take many times their text in memory.
         raise BadRequestError(f"The request body has more than {_MOST_VALUES:,} values.")
     try:
-        body = json.loads(raw)
+        value = json.loads(raw)
     except RecursionError:
-        raise BadRequestError("The request body is nested too deeply.") from None
+        raise BadRequestError(_TOO_DEEP) from None
+    if sum(map(raw.count, b"[{")) > _MOST_DEPTH and _depth(raw) > _MOST_DEPTH:
+        raise BadRequestError(_TOO_DEEP)
+    return value
+
+
+_TOO_DEEP = "The request body is nested too deeply."
+
+
+def _depth(raw: bytes) -> int:
+    """Return how many lists and objects are in each other at most, in valid JSON."""
+    if b"\0" in raw:  # in UTF-16 or UTF-32
+        raw = raw.decode(json.detect_encoding(raw), "surrogatepass").encode("utf-8", "surrogatepass")
+    outside_strings = raw.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2]
+    steps = b"".join(outside_strings).translate(_STEPS, _NO_BRACKETS)
+    return max(accumulate(memoryview(steps).cast("b")), default=0)
+
+
+def parse_body(raw: bytes) -> Body:
+    """Return the request as a dict. Raises BadRequestError."""
+    try:
+        body = parse_json(raw)
+    except BadRequestError:
+        raise
     except UnicodeDecodeError:
         raise BadRequestError("The request body is not valid UTF-8.") from None
     except ValueError as error:
@@ -72,20 +104,43 @@ def dump(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-_KINDS = {
-    400: "BadRequestError",
-    404: "NotFoundError",
-    405: "BadRequestError",
-    413: "BadRequestError",
-    429: "RateLimitError",
-}
+_KINDS = {404: "NotFoundError", 429: "RateLimitError", 503: "ServiceUnavailableError"}
 
 
 def error_body(message: str, status: int, *, param: str | None = None, kind: str | None = None) -> bytes:
     """Return an error as OpenAI and vLLM write them."""
     if kind is None:
-        kind = _KINDS.get(status, "ServiceUnavailableError" if status == 503 else "InternalServerError")
+        kind = _KINDS.get(status, "BadRequestError" if status < 500 else "InternalServerError")
     return dump({"error": {"message": message, "type": kind, "param": param, "code": status}})
+
+
+_LONGEST_MESSAGE = 1000
+
+
+def read_error(body: bytes, status: int) -> tuple[Any, str]:
+    """Return what an engine's error is as JSON, None if it is none, and what it says, in 1000 characters.
+
+    Engines, and proxies in front of them, write errors in many ways.
+    """
+    try:
+        answer = parse_json(body)
+    except ValueError:
+        answer = None
+    said: Any = answer
+    for name in ("error", "message", "detail"):
+        if isinstance(said, dict) and name in said:
+            said = said[name]
+    if said is None or said is answer:
+        said = body[: 4 * _LONGEST_MESSAGE].decode(errors="replace").strip()
+    elif not isinstance(said, str):
+        said = dump(said).decode()
+    return answer, said[:_LONGEST_MESSAGE] or f"The engine answered {status} and did not say why."
+
+
+def is_error(answer: object) -> bool:
+    """Tell whether an answer is an error as OpenAI and vLLM write them, or as Anthropic does."""
+    error = answer.get("error") if isinstance(answer, dict) else None
+    return isinstance(error, dict) and isinstance(error.get("message"), str)
 
 
 def engine_body(body: Body) -> Body:
@@ -99,6 +154,21 @@ def engine_body(body: Body) -> Body:
     if isinstance(arguments, dict):
         leg["vllm_xargs"] = {name: arguments[name] for name in arguments if name not in BETWEEN_ENGINES}
     return leg
+
+
+def drop_params(value: object) -> bool:
+    """Drop from a request whatever could steer KV transfers, as engine_body does; tells if there was any.
+
+    A request may be a list of objects.
+    """
+    dropped = False
+    for item in value if isinstance(value, list) else [value]:
+        for holder in (item, item.get("vllm_xargs")) if isinstance(item, dict) else ():
+            if isinstance(holder, dict) and not BETWEEN_ENGINES.isdisjoint(holder):
+                dropped = True
+                for name in BETWEEN_ENGINES:
+                    holder.pop(name, None)
+    return dropped
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 import aiohttp
 import structlog
 
+from kvplane.router import openai
 from kvplane.router.engine import Engine
 
 log = structlog.get_logger("kvplane.router")
@@ -119,7 +120,7 @@ class Prober:
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 async with self._session.get(engine.at("/v1/models")) as response:
-                    answer = await response.json(content_type=None) if response.status == 200 else {}
+                    answer = openai.parse_json(await response.read()) if response.status == 200 else {}
             names = [entry["id"] for entry in answer["data"]]
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError, LookupError, TypeError):
             return

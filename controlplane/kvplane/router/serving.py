@@ -16,7 +16,7 @@ from kvplane.client.model import Claim
 from kvplane.router import automatic, identity, openai
 from kvplane.router.admission import Admission, OverloadedError
 from kvplane.router.answers import cut_off, error_answer, gave_up, passed_on
-from kvplane.router.bodies import Bodies
+from kvplane.router.bodies import Bodies, BodyError
 from kvplane.router.choice import PrefillChoice
 from kvplane.router.deadline import deadline
 from kvplane.router.engine import Engine
@@ -159,13 +159,8 @@ class TurnServer:
             return error_answer(turn, str(error), 400, param=error.param)
         except identity.IdentityError as error:
             return error_answer(turn, str(error), 400, param=error.field)
-        except web.HTTPRequestEntityTooLarge:
-            limit = self._settings.max_body_bytes
-            return error_answer(turn, f"The request body is larger than {limit} bytes.", 413)
-        except web.HTTPRequestTimeout:
-            return error_answer(turn, "The request body did not come in time.", 408)
-        except web.RequestPayloadError:
-            return error_answer(turn, "The request body cannot be decoded.", 400)
+        except BodyError as error:
+            return error_answer(turn, str(error), error.status)
         await self._planner.decide(turn, mode)
         try:
             return await self._run(turn)
