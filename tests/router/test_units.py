@@ -219,6 +219,22 @@ def test_history_is_known_to_change_only_where_it_did() -> None:
     assert memory.history_changed(KEY, COMPLETIONS.prompt_text({"prompt": "Once upon a time"}))
 
 
+def test_history_of_token_ids_is_known_to_change_too() -> None:
+    def ids(*values: object) -> openai.PromptText:
+        return COMPLETIONS.prompt_text({"prompt": list(values)})
+
+    memory = Memory()
+    memory.remember(KEY, ids(*range(30_000)), None)
+    assert not memory.history_changed(KEY, ids(*range(30_000), 1, 2))
+    assert memory.history_changed(KEY, ids(*range(29_999)))
+    assert memory.history_changed(KEY, ids(7, *range(1, 30_000)))
+    assert memory.history_changed(KEY, ids(*range(29_999), 7, 8))
+    assert memory.history_changed(KEY, ids(1, {}, []))
+    assert memory.history_changed(KEY, COMPLETIONS.prompt_text({"prompt": "once"}))
+    memory.remember(KEY, COMPLETIONS.prompt_text({"prompt": "once"}), None)
+    assert memory.history_changed(KEY, ids(1, 2))
+
+
 def test_memory_is_bounded_case_35() -> None:
     memory = Memory(capacity=10)
     for index in range(1000):

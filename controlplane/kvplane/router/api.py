@@ -230,5 +230,5 @@ def plain_text(prompt: object) -> PromptText:
     if isinstance(prompt, str):
         return PromptText((), 0, prompt=prompt)
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-        return PromptText((), 0, tokens=len(prompt))
+        return PromptText((), 0, tokens=len(prompt), ids=prompt)
     return NO_TEXT

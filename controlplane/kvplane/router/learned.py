@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,6 +19,8 @@ _MIN_SAMPLES = 3
 _WEIGHT = 0.2
 _MIN_TOKENS = 256
 """Shorter work says more about overheads than about rates."""
+_FIRST_IDS, _LAST_IDS = 16_384, 1024
+"""Token ids of a prompt that are compared with those of the last one."""
 
 
 class Average:
@@ -56,6 +59,8 @@ class _Remembered:
     """The prefill engine that computed the last prompt that one did."""
     prefill_tokens: int = 0
     """Its length."""
+    ids: int = 0
+    """Token ids of a prompt that was sent as such."""
 
 
 class Memory:
@@ -85,6 +90,8 @@ class Memory:
         known = self._conversations.get(key)
         if known is None:
             return False
+        if text.ids is not None:
+            return _ids_digest(text.ids, known.ids) != known.digest
         if text.prompt is not None:
             return hash(text.prompt[: known.prompt_characters]) != known.digest
         return hash(text.parts[: known.parts]) != known.digest
@@ -122,12 +129,16 @@ class Memory:
             model = self._models.pop(key.model, None) or Average()
             model.add(ratio)
             self._models[key.model] = model
-        digest = hash(text.prompt) if text.prompt is not None else hash(text.parts)
+        ids = 0 if text.ids is None else len(text.ids)
+        if text.ids is not None:
+            digest = _ids_digest(text.ids, ids)
+        else:
+            digest = hash(text.prompt) if text.prompt is not None else hash(text.parts)
         url, there = (known.prefill_url, known.prefill_tokens) if known is not None else ("", 0)
         if prefill_url and tokens:
             url, there = prefill_url, tokens
         self._conversations[key] = _Remembered(
-            len(text.parts), digest, len(text.prompt or ""), ratio, url, there
+            len(text.parts), digest, len(text.prompt or ""), ratio, url, there, ids
         )
         while len(self._conversations) > self._capacity:
             self._conversations.popitem(last=False)
@@ -136,6 +147,16 @@ class Memory:
 
     def __len__(self) -> int:
         return len(self._conversations)
+
+
+def _ids_digest(ids: Sequence[object], count: int) -> int:
+    """Return a hash over the first of `count` token ids and the last of them; over all if they are few."""
+    first = ids[: min(count, _FIRST_IDS)]
+    last = ids[max(_FIRST_IDS, count - _LAST_IDS) : count]
+    try:
+        return hash((count if count <= len(ids) else -1, *first, *last))
+    except TypeError:  # no ids: the engine will say so
+        return 0
 
 
 class RateBook:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -182,6 +182,8 @@ class PromptText:
     """Exact length where the client sent token ids."""
     prompt: str | None = None
     """The whole prompt where it is plain text."""
+    ids: Sequence[object] | None = None
+    """The whole prompt where it is token ids."""
 
     @property
     def characters(self) -> int:

@@ -149,7 +149,9 @@ class Passing:
     def _fit(self, model: str) -> list[Engine]:
         """Return the engines that serve a model; all if none is known to, so that one says so."""
         engines = [e for e in self._pool.engines if not e.draining]
-        return [e for e in engines if not model or not e.models or model in e.models] or engines
+        fit = [e for e in engines if not model or not e.models or model in e.models]
+        known = [e for e in fit if model in e.models]
+        return (known if any(e.up for e in known) else fit) or engines
 
     async def _where_it_is(self, call: _Call) -> web.StreamResponse:
         """Ask the engine that made a response; where its id does not tell, one after another."""

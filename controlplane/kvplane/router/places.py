@@ -7,6 +7,7 @@ from kvplane.router.engine import Engine
 from kvplane.router.policy import Path
 from kvplane.router.pool import EnginePool
 from kvplane.router.turn import Turn
+from kvplane.router.upstream import RefusedError
 
 
 def line(kind: str, tried: set[Engine], failed: Engine | None) -> str:
@@ -40,6 +41,13 @@ class DecodePlaces:
             # After a pull, the engine that held the conversation needs the new part only.
             lambda: self._pool.choose(self._able(turn, tried, failed), prefer=turn.holder),
         )
+
+    def others_may(self, turn: Turn, refused: RefusedError) -> bool:
+        """Tell whether a refusal is one engine's only: it is busy, or no longer serves the model."""
+        engine, answer = refused.engine, refused.answer
+        if answer.status == 429:
+            return True
+        return answer.lacks(turn.model) and self._pool.lacks_model(engine, turn.model)
 
     def _able(self, turn: Turn, tried: set[Engine], failed: Engine | None) -> list[Engine]:
         engines = self._pool.decode_engines(turn.model)

@@ -217,11 +217,26 @@ class EnginePool:
         """Return the decode engines to ask for a model; all if none serves it, so that one says so."""
         return self._fit((e for e in self.engines if e.decode), model, strict=False)
 
+    def lacks_model(self, engine: Engine, model: str) -> bool:
+        """Note that an engine says it does not serve a model; tells whether another may.
+
+        What it serves is asked anew if it was thought to.
+        """
+        if model in engine.models:
+            log.warning("engine_lacks_model", engine=engine.url, model=model)
+            engine.models, engine.models_at, engine.probe_at = frozenset(), 0.0, 0.0
+            self._prober.wake()
+        others = (e for e in self.engines if e is not engine)
+        return bool(model) and bool(self._fit(others, model, strict=True))
+
     def _fit(self, engines: Iterable[Engine], model: str, *, strict: bool) -> list[Engine]:
         candidates = [e for e in engines if not e.draining]
         if not model:
             return candidates
         fit = [e for e in candidates if not e.models or model in e.models]
+        known = [e for e in fit if e.models]
+        if any(e.up for e in known):
+            return known  # What others serve, they have not said.
         return fit if fit or strict else candidates
 
     def choose(

@@ -180,10 +180,13 @@ class TurnServer:
             await self._prefill(turn)
         tried: set[Engine] = set()
         failed: Engine | None = None
+        refused: RefusedError | None = None
         retried = False
         while True:
             engine = await self._places.find(turn, tried, failed)
             if engine is None:
+                if refused is not None:
+                    raise refused
                 return error_answer(turn, "No decode engine can be reached.", 503)
             if turn.path is Path.DIRECT and turn.only_engine is None and engine is not turn.holder:
                 self._leave_holder(turn)
@@ -202,6 +205,13 @@ class TurnServer:
                     turn.went_cold("decode_unreachable")
                     await self._prefill(turn)
                 # Else what the prefill engine holds has not been read yet and serves the next one.
+            except RefusedError as error:
+                if not self._places.others_may(turn, error):
+                    raise
+                self._metrics.retries.labels("decode").inc()
+                tried.add(engine)
+                # Refused before it was scheduled: what the prefill engine holds serves the next one.
+                refused = error if refused is None or error.answer.status == 429 else refused
             except LegFailedError as error:
                 log.warning("decode_failed", engine=engine.url, problem=error.problem, retried=retried)
                 if retried:
@@ -222,18 +232,25 @@ class TurnServer:
             turn.went_cold("holder_full")
 
     async def _prefill(self, turn: Turn) -> None:
-        """Run the prefill leg, once more if it fails; without result the decode engine computes alone."""
+        """Run the prefill leg, once more if it fails; without result the decode engine computes alone.
+
+        Raises RefusedError, and what an engine raises that others would as well.
+        """
         if turn.decode_only is not None:
             return
         tried: set[Engine] = set()
         failed: Engine | None = None
-        for _ in range(2):
+        busy: RefusedError | None = None
+        attempts = 2
+        while attempts:
             claim: Claim | None = None
             engine = await self._admission.place(
                 line(f"prefill {turn.model}", tried, failed),
                 lambda: self._prefiller(turn, tried) or failed,  # noqa: B023
             )
             if engine is None:
+                if busy is not None:
+                    raise busy
                 if turn.reason not in ("prefill_failed", "decode_failed", "decode_unreachable"):
                     turn.went_cold("no_prefill_engine")
                 return
@@ -243,11 +260,16 @@ class TurnServer:
                 if turn.path is Path.PULL:
                     claim = await self._claim(turn, engine)
                 turn.prefilled = await self._prefill_leg(turn, engine, claim)
-            except RefusedError:
+            except RefusedError as error:
                 # Refused before it was scheduled: nobody will read.
                 if claim is not None and self._plane is not None:
                     self._plane.finish(claim)
-                raise
+                if not self._places.others_may(turn, error):
+                    raise
+                self._metrics.retries.labels("prefill").inc()
+                busy = error if error.answer.status == 429 else busy
+                tried.add(engine)
+                turn.went_cold("prefill_failed")
             except (NeverSentError, LegFailedError) as error:
                 log.warning("prefill_failed", engine=engine.url, problem=error.problem)
                 self._metrics.retries.labels("prefill").inc()
@@ -255,6 +277,7 @@ class TurnServer:
                     self._plane.finish(claim)
                 failed = engine if isinstance(error, LegFailedError) and engine.up else None
                 tried.add(engine)
+                attempts -= 1
                 turn.went_cold("prefill_failed")
             else:
                 if claim is not None and self._plane is not None:

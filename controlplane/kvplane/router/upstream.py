@@ -106,6 +106,17 @@ class EngineAnswer:
     headers: dict[str, str]
     body: bytes
 
+    def lacks(self, model: str) -> bool:
+        """Tell whether it says that the engine does not serve a model."""
+        if self.status != 404:
+            return False
+        try:
+            answer = json.loads(self.body)
+            error = answer["error"]
+            return error.get("param") == "model" or f"`{model}`" in error["message"]
+        except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+            return False
+
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:

@@ -1,0 +1,114 @@
+"""Refusals that are one engine's only: another is asked, and the client hears of it where none is left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvplane.client.model import EngineRole
+from kvplane.router.health import HealthLimits
+from tests.fakes.core import EngineConfig
+from tests.router.rig import chat, expected_reply, long_text, rig, until
+from tests.router.stub import WELL, Answer, Stub, front
+
+BUSY = Answer({"error": {"message": "busy"}}, 429, [("Retry-After", "7")])
+NEVER = HealthLimits(consecutive_failures=0, min_requests=1000)
+
+
+def serves(engine: Stub) -> Stub:
+    """Have an engine refuse what it does not serve, as vLLM does."""
+
+    def answer(body: Any) -> Answer:
+        model = body["model"]
+        if model in engine.models:
+            return Answer()
+        message = f"The model `{model}` does not exist."
+        return Answer({"error": {"message": message, "param": "model", "code": 404}}, 404)
+
+    engine.answer = answer
+    return engine
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_where_one_is_busy_another_serves(stream: bool) -> None:
+    well = Answer(b'data: {"choices": []}\n\n', events=True) if stream else Answer()
+    busy, idle = (Stub(BUSY), Stub(BUSY)), Stub(well)
+    async with front(*busy, idle, health=NEVER) as f:
+        assert [(await f.raw(stream=stream))[0] for _ in range(6)] == [200] * 6
+        assert (idle.asked, all(engine.asked for engine in busy)) == (6, True)
+
+
+async def test_where_all_are_busy_they_say_so_once_each() -> None:
+    engines = [Stub(BUSY), Stub(BUSY)]
+    async with front(*engines, health=NEVER) as f:
+        reply = await f.post()
+        assert (reply.status, reply.headers["retry-after"]) == (429, "7")
+        assert [engine.asked for engine in engines] == [1, 1]
+
+
+async def test_where_one_prefill_engine_is_busy_another_computes() -> None:
+    engines = [Stub(BUSY), Stub(BUSY), Stub(Answer({**WELL, "kv_transfer_params": None}))]
+    async with front(Stub(Answer()), prefill=tuple(engines), health=NEVER) as f:
+        assert [(await f.post()).status for _ in range(6)] == [200] * 6
+        assert engines[2].asked == 6
+        engines[2].answer = BUSY
+        reply = await f.post()
+        assert (reply.status, reply.headers["retry-after"]) == (429, "7")
+
+
+async def test_a_holder_that_is_busy_is_left_and_read_from() -> None:
+    async with rig(decode=2) as r:
+        await r.say(long_text(200))
+        holder = next(e for e in r.decode if e.requests)
+        holder.faults.append("429")
+        reply = await r.say("next", path="auto")
+        assert (reply.path, len(holder.requests)) == ("pull", 2)
+        assert not r.plane.claims
+
+
+async def test_a_busy_prefill_engine_frees_the_claim() -> None:
+    prefill = [EngineConfig(EngineRole.PREFILL, prefix_caching=False) for _ in range(2)]
+    async with rig(prefill=prefill) as r:
+        await r.say(long_text(300))
+        for engine in r.prefill:
+            engine.faults.append("429")
+        body = chat(*r.said["c1"], "more")
+        reply = await r.post(body, path="pull")
+        assert reply.status == 429
+        await until(lambda: not r.plane.claims)
+        assert (await r.post(body)).text == expected_reply(body)
+
+
+async def test_a_model_that_an_engine_no_longer_serves_is_served_by_another() -> None:
+    engines = [serves(Stub(BUSY, "a")), serves(Stub(BUSY, "a"))]
+    async with front(*engines, probe_interval_s=60) as f:
+        engines[1].models = ("b",)
+        for _ in range(4):
+            assert (await f.post(model="a")).status == 200
+        # It was asked anew what it serves.
+        await until(lambda: {"b"} in [e.models for e in f.router.pool.engines])
+        assert engines[1].asked == 1
+        assert (await f.post(model="b")).status == 200
+
+
+async def test_a_model_that_a_prefill_engine_no_longer_serves_is_computed_without_it() -> None:
+    prefill, decode = serves(Stub(BUSY, "a")), serves(Stub(BUSY, "a"))
+    async with front(decode, prefill=(prefill,), probe_interval_s=60) as f:
+        prefill.models = ("b",)
+        assert (await f.post(model="a")).status == 200
+        await until(lambda: {"b"} in [e.models for e in f.router.pool.engines])
+        assert (await f.post(model="a")).status == 200
+        assert prefill.asked == 1
+
+
+async def test_a_model_that_nobody_serves_is_one_404_and_nobody_is_asked_what_he_serves() -> None:
+    engines = [serves(Stub(BUSY, "a")), serves(Stub(BUSY, "a"))]
+    async with front(*engines, probe_interval_s=60) as f:
+        assert (await f.post(model="c")).status == 404
+        assert sum(engine.asked for engine in engines) == 1
+        assert [engine.listed for engine in engines] == [1, 1]
+        for engine in engines:
+            engine.models = ("b",)
+        reply = await f.post(model="a")
+        assert (reply.status, reply.body["error"]["param"]) == (404, "model")
