@@ -67,6 +67,12 @@ async def test_up_runs_both_and_stops_on_sigint() -> None:
     ("arguments", "said"),
     [
         (("serve", "--grpc-host", "0.0.0.0"), "--allow-remote"),
+        (
+            ("serve", "--allow-remote", "--grpc-host", "192.0.2.1"),
+            "--grpc-host: cannot listen on 192.0.2.1:50051",
+        ),
+        (("serve", "--allow-remote", "--grpc-host", "a b"), "--grpc-host: cannot listen on a b"),
+        (("serve", "--location-ttl", "inf"), "--location-ttl inf"),
         (("serve", "--store", "redis://x"), "unknown store scheme redis://"),
         (("serve", "--store", "etcd://h:1?ttl=1"), "etcd:// has no option 'ttl'; allowed: tls, ca"),
         (("serve", "--store", "etcd://u:pw@h:1"), "etcd:// takes no password; put it into a file"),
@@ -111,6 +117,8 @@ def test_what_config_show_prints_is_a_configuration_file(tmp_path: Path) -> None
 async def test_taken_ports_are_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert port in await refused("serve", "--grpc-port", port)
+        assert f"--grpc-port: cannot listen on 127.0.0.1:{port}" in await refused(
+            "serve", "--grpc-port", port
+        )
         said = await refused("up", "--decode", "http://d:1", "--grpc-port", "0", "--port", port)
         assert port in said

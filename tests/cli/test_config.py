@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvplane.cli.config import ConfigError, load_config
+from kvplane.cli.config import Config, ConfigError, load_config
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -83,3 +83,13 @@ def test_a_kubernetes_service_link_is_explained(monkeypatch: pytest.MonkeyPatch)
 def test_a_wrong_flag_is_shown_as_it_was_written() -> None:
     with pytest.raises(ConfigError, match="--grpc-port 99999"):
         load_config({"grpc_port": 99999})
+
+
+@pytest.mark.parametrize("value", ["inf", "1e308", "1e9", "nan"])
+def test_no_duration_is_without_an_end(value: str) -> None:
+    """Seen: a control plane with --engine-lease 1e300 started, and answered no engine."""
+    durations = [name for name, field in Config.model_fields.items() if field.annotation is float]
+    assert len(durations) >= 12
+    for name in durations:
+        with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} {value}"):
+            load_config({name: value})

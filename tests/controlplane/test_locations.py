@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from kvplane.controlplane import keys, records
@@ -12,7 +14,7 @@ from kvplane.controlplane.errors import (
     StaleEpochError,
     UnknownEngineError,
 )
-from kvplane.store.base import Delete, Put
+from kvplane.store.base import Delete, Page, Put
 from tests.controlplane.harness import PARAMS, Rig, announcement, key, running
 
 
@@ -401,3 +403,35 @@ async def test_an_older_turn_announced_again_is_not_freed_under_its_reader(rig: 
     assert await rig.orders(engine) == {}
     await rig.keep_alive(engine, 2.0)
     assert await rig.orders(engine) == {"q1": m.ReleaseReason.CLAIM_TIMEOUT}
+
+
+async def test_a_listing_that_finds_nothing_lets_others_go_on(rig: Rig) -> None:
+    """Seen: one listing over 40,000 locations, none of them the engine's, held up everything for seconds."""
+    engine = await rig.engine()
+    for number in range(1000):
+        await rig.retain(engine, f"q{number}", key(f"c{number}"))
+    scans, turns = 0, 0
+    scan = rig.store.scan
+
+    async def counted(prefix: bytes, *, after: bytes = b"", limit: int = 1000) -> Page:
+        nonlocal scans
+        scans += 1
+        return await scan(prefix, after=after, limit=limit)
+
+    async def others() -> None:
+        nonlocal turns
+        while not listing.done():
+            turns += 1
+            await asyncio.sleep(0)
+
+    for limit, most in ((1, 13), (1000, 4)):
+        scans = turns = 0
+        rig.store.scan = counted  # type: ignore[method-assign]
+        listing = asyncio.create_task(
+            rig.plane.locations.list(after=b"", limit=limit, tenant_id="", engine_id="nobody")
+        )
+        await others()
+        rig.store.scan = scan  # type: ignore[method-assign]
+        assert (await listing)[0] == []
+        assert scans <= most
+        assert turns >= 10

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
 from hashlib import blake2b
+from typing import Any
 
 import pytest
 
 from kvplane.client import model as cm
 from kvplane.client.errors import InvalidFieldError
-from kvplane.controlplane import keys
+from kvplane.controlplane import eager, keys
 from kvplane.controlplane import model as m
 from kvplane.controlplane import prefixes as module
+from kvplane.controlplane.turn_streams import multiplexed
 from kvplane.controlplane.turns import BegunTurn
 from kvplane.store.base import Put
 from kvplane.store.memory import MemoryStore
 from kvplane.store.testing import ManualClock, settle
+from kvplane.v1 import common_pb2, location_pb2
 from tests.controlplane.harness import Rig, SharedStore, announcement, key, replica, running
 from tests.controlplane.wire import SPEC, Wire
 
@@ -352,3 +357,44 @@ async def test_notes_of_turns_begun_by_prompt_are_bounded_as_conversations_are()
 async def noted(rig: Rig) -> set[bytes]:
     """Return the keys of the notes in the store."""
     return {item.key for item in (await rig.store.scan(keys.BEGUN)).items}
+
+
+@pytest.mark.parametrize("start", [eager.now, eager.later])
+@pytest.mark.parametrize("kind", ["lookup", "begin_turn"])
+async def test_searches_for_long_prompts_are_not_made_in_a_row(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, start: Any, kind: str
+) -> None:
+    """Seen: sixty in one message held up everybody else's lookups for a second."""
+    best, searches, worst, answered = rig.plane.prefixes.best, 0, 0, 0
+
+    def counted(scope: m.ConversationKey, fingerprint: m.Fingerprint) -> module.Match | None:
+        nonlocal searches
+        searches += 1
+        return best(scope, fingerprint)
+
+    monkeypatch.setattr(rig.plane.prefixes, "best", counted)
+    scope = common_pb2.ConversationKey(tenant_id="t", model="m")
+    prompt = common_pb2.Fingerprint(chunk_tokens=1, chain=random.randbytes(64 * 1024))
+
+    def operation(number: int) -> location_pb2.TurnsOperation:
+        if kind == "lookup":
+            asked = location_pb2.LookupLocationRequest(key=scope, fingerprint=prompt)
+            return location_pb2.TurnsOperation(id=number, lookup=asked)
+        begun = location_pb2.BeginTurnRequest(key=scope, request_id=f"r{number}", fingerprint=prompt)
+        return location_pb2.TurnsOperation(id=number, begin_turn=begun)
+
+    async def requests() -> AsyncIterator[location_pb2.TurnsRequest]:
+        yield location_pb2.TurnsRequest(operations=[operation(number) for number in range(60)])
+
+    async def write(answer: location_pb2.TurnsResponse) -> None:
+        nonlocal answered
+        answered += sum(not result.HasField("error") for result in answer.results)
+
+    stream = asyncio.create_task(multiplexed(rig.plane.location_servicer, requests(), write, start))
+    while not stream.done():
+        before = searches
+        await asyncio.sleep(0)
+        worst = max(worst, searches - before)
+    await stream
+    assert (searches, answered) == (60, 60)
+    assert worst == 1

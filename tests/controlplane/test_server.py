@@ -174,6 +174,32 @@ BAD: list[tuple[str, Any, str]] = [
             "remote_block_ids",
         )
     ),
+    *(
+        (
+            "AnnounceLocation",
+            _announce(kv_transfer_params=_params(**{name: value})),
+            f"announcement.kv_transfer_params.{name}",
+        )
+        for name, value in [
+            ("remote_port", 0),
+            ("remote_port", -1),
+            ("remote_port", 65_536),
+            ("remote_port", "5601"),
+            ("remote_port", True),
+            ("remote_block_ids", {}),
+            ("remote_block_ids", {"0": [1]}),
+            ("remote_block_ids", False),
+            ("remote_block_ids", []),
+            ("remote_host", 0),
+            ("remote_host", ""),
+            ("remote_request_id", 7),
+            ("tp_size", 0),
+            ("dcp_size", None),
+            ("pp_size", 1.0),
+            ("remote_blocks_expiry_time", "soon"),
+            ("remote_blocks_expiry_time", True),
+        ]
+    ),
     (
         "AnnounceLocation",
         _announce(kv_transfer_params=_params(transfer_mode="push")),
@@ -216,7 +242,33 @@ BAD: list[tuple[str, Any, str]] = [
         ),
         "spec.profile.transfer_mode",
     ),
+    *(
+        (
+            "RegisterEngine",
+            engine_pb2.RegisterEngineRequest(
+                spec=engine_pb2.EngineSpec(
+                    engine_id="d",
+                    role=engine_pb2.ENGINE_ROLE_DECODE,
+                    profile=engine_pb2.EngineProfile(**{name: "x" * (most + 1)}),  # type: ignore[arg-type]
+                )
+            ),
+            f"spec.profile.{name}",
+        )
+        for name, most in (("model", 256), ("model_revision", 256), ("kv_dtype", 64), ("engine_version", 64))
+    ),
     ("RenewEngine", engine_pb2.RenewEngineRequest(engine_id="d"), "engine_epoch"),
+    *(
+        (
+            "RenewEngine",
+            engine_pb2.RenewEngineRequest(
+                engine_id="d",
+                engine_epoch=1,
+                load=engine_pb2.EngineLoad(**{field.name: -1}),
+            ),
+            f"load.{field.name}",
+        )
+        for field in engine_pb2.EngineLoad.DESCRIPTOR.fields
+    ),
     ("DrainEngine", engine_pb2.DrainEngineRequest(), "engine_id"),
     ("DeregisterEngine", engine_pb2.DeregisterEngineRequest(engine_id="d", engine_epoch=-1), "engine_epoch"),
     ("ListEngines", engine_pb2.ListEnginesRequest(page_size=-1), "page_size"),

@@ -269,3 +269,13 @@ async def test_a_damaged_record_ends_no_watch_and_no_drain(wire: Wire) -> None:
         assert event.location.request_id == "q2"
         break
     assert await wire.client.drain_engine(SPEC.engine_id) == 0
+
+
+async def test_a_negative_load_is_refused(wire: Wire) -> None:
+    epoch = (await wire.client.register_engine(SPEC)).engine_epoch
+    stream = Stream(wire)
+    stream.hello(epoch)
+    await stream.next()
+    stream.send(load=engine_pb2.EngineLoad(free_blocks=-1))
+    with pytest.raises(InvalidFieldError, match=r"load\.free_blocks"):
+        await stream.next()

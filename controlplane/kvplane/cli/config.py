@@ -24,6 +24,8 @@ from pydantic_settings import (
 from kvplane.router.identity import SOURCES
 
 ENV_PREFIX = "KVPLANE_"
+_DAY_S = 86_400
+_WEEK_S = 7 * _DAY_S
 _ENV_OF_OTHERS = frozenset(
     {
         "KVPLANE_ADDRESS",
@@ -71,7 +73,9 @@ class Config(BaseSettings):
         description="Base URLs with DNS names, such as http://NAME:PORT; each address is a prefill engine.",
     )
     decode_dns: Annotated[tuple[str, ...], NoDecode] = Field((), description="The same for decode engines.")
-    dns_interval: float = Field(5.0, gt=0, description="Seconds after which names are looked up again.")
+    dns_interval: float = Field(
+        5.0, gt=0, le=_DAY_S, description="Seconds after which names are looked up again."
+    )
     kubernetes_prefill: str | None = Field(
         None,
         description="Label selector of the pods that are prefill engines, such as app=vllm,role=prefill.",
@@ -125,11 +129,15 @@ class Config(BaseSettings):
         0.05, ge=0, le=5, description="Longest wait for a conversation's turn in flight, in seconds."
     )
     tool_ttl: float = Field(
-        300.0, gt=0, description="Seconds for which a conversation whose reply calls tools is to be kept."
+        300.0,
+        gt=0,
+        le=_WEEK_S,
+        description="Seconds for which a conversation whose reply calls tools is to be kept.",
     )
     request_timeout: float = Field(
         0.0,
         ge=0,
+        le=_WEEK_S,
         description="Longest a request may take in all, in seconds; 0 sets no limit. A request's"
         " x-request-timeout (seconds) or its SDK's own timeout may shorten it.",
     )
@@ -143,7 +151,7 @@ class Config(BaseSettings):
         1024, ge=0, description="Requests that wait for an engine; one more is answered 429."
     )
     queue_timeout: float = Field(
-        30.0, gt=0, description="Seconds a request waits for an engine; then 503 with Retry-After."
+        30.0, gt=0, le=_DAY_S, description="Seconds a request waits for an engine; then 503 with Retry-After."
     )
     eject_after: int = Field(
         5, ge=0, description="Failed requests in a row that take an engine out of rotation; 0: none do."
@@ -155,7 +163,10 @@ class Config(BaseSettings):
         description="Seconds until an engine that was taken out is tried again; doubles, up to 60.",
     )
     slow_start: float = Field(
-        10.0, ge=0, description="Seconds over which an engine that is back gets its full share again."
+        10.0,
+        ge=0,
+        le=_DAY_S,
+        description="Seconds over which an engine that is back gets its full share again.",
     )
     explained_turns: int = Field(
         2000, ge=0, description="Requests whose decisions the router keeps for kvplane explain."
@@ -164,27 +175,33 @@ class Config(BaseSettings):
         False, description="Let others than loopback read them, at /debug/turns/REQUEST_ID."
     )
     location_ttl: float = Field(
-        480.0, gt=0, description="Longest life of a location in seconds, whatever was announced."
+        480.0, gt=0, le=_WEEK_S, description="Longest life of a location in seconds, whatever was announced."
     )
     min_remaining: float = Field(
-        10.0, ge=0, description="A location with fewer seconds left is not handed out."
+        10.0, ge=0, le=_WEEK_S, description="A location with fewer seconds left is not handed out."
     )
-    claim_timeout: float = Field(30.0, gt=0, description="Seconds within which a reader must have begun.")
-    engine_lease: float = Field(10.0, ge=2, description="An engine unheard of for so many seconds is gone.")
+    claim_timeout: float = Field(
+        30.0, gt=0, le=_DAY_S, description="Seconds within which a reader must have begun."
+    )
+    engine_lease: float = Field(
+        10.0, ge=2, le=_DAY_S, description="An engine unheard of for so many seconds is gone."
+    )
     max_staleness: float = Field(
         2.0,
         ge=0.5,
+        le=_DAY_S,
         description="Seconds without word of a shared store after which a replica gives no answers.",
     )
     max_conversations: int = Field(
         1_000_000, ge=1, description="Conversations on record; beyond it the oldest go."
     )
     drain_timeout: float = Field(
-        30.0, ge=0, description="Seconds that open streams may take to finish after SIGTERM."
+        30.0, ge=0, le=_DAY_S, description="Seconds that open streams may take to finish after SIGTERM."
     )
     drain_grace: float = Field(
         0.0,
         ge=0,
+        le=_DAY_S,
         description="Seconds for which the router goes on accepting after SIGTERM while /ready answers 503,"
         " so that a load balancer can take it out.",
     )

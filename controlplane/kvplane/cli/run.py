@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import secrets
 import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
@@ -77,6 +78,18 @@ def _joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
+async def _is_own(host: str) -> bool:
+    """Tell whether a host is this one: whether some port of it could be listened on."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)
+        for family, kind, number, _, address in found:
+            with socket.socket(family, kind, number) as probe:
+                probe.bind(address)
+    except (OSError, UnicodeError):
+        return False
+    return True
+
+
 @asynccontextmanager
 async def _control_plane(config: Config) -> AsyncIterator[ControlPlaneServer]:
     """Run a control plane."""
@@ -98,7 +111,8 @@ async def _control_plane(config: Config) -> AsyncIterator[ControlPlaneServer]:
             try:
                 await server.start(_joined(config.grpc_host, config.grpc_port))
             except AddressInUseError as error:
-                raise StartError(f"--grpc-port: {error}") from None
+                option = "grpc-port" if await _is_own(config.grpc_host) else "grpc-host"
+                raise StartError(f"--{option}: {error}") from None
             with suppress(StoreError):  # it may not be there yet
                 if (caution := await store.caution()) is not None:
                     log.warning("store_unsound", problem=caution)

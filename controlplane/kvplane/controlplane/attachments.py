@@ -198,7 +198,7 @@ class Attachments:
         for field in ("announcements", "withdrawals", "renewals", "freed"):
             validate.batch(field, len(getattr(request, field)))
         delay_s = self.delay_s(at, request.sent_at_ms)
-        load = convert.load_in(request.load) if request.HasField("load") else None
+        load = convert.load_in(validate.load(request.load)) if request.HasField("load") else None
         _, engine = await self._engines.renew(engine_id, engine_epoch, load, stream=stream)
         answer = engine_pb2.AttachEngineResponse(
             acknowledged_sequence=request.sequence, draining=engine.draining

@@ -42,7 +42,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         """See the protos."""
         engine_id = validate.text("engine_id", request.engine_id)
         engine_epoch = validate.epoch("engine_epoch", request.engine_epoch)
-        load = convert.load_in(request.load) if request.HasField("load") else None
+        load = convert.load_in(validate.load(request.load)) if request.HasField("load") else None
         ttl_s, engine = await self._engines.renew(engine_id, engine_epoch, load)
         return engine_pb2.RenewEngineResponse(lease_ttl=convert.duration(ttl_s), draining=engine.draining)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -20,6 +21,9 @@ from kvplane.controlplane.turns import BegunTurn, Turns
 from kvplane.store.base import Event
 from kvplane.store.errors import CompactedError, FutureRevisionError
 from kvplane.v1 import location_pb2, location_pb2_grpc
+
+_LONG_BYTES = 2048 * validate.HASH_BYTES
+"""Of a fingerprint's chain; a search through more entries takes as long as several other operations."""
 
 
 class LocationServicer(location_pb2_grpc.LocationServiceServicer):
@@ -42,6 +46,7 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         self._claims = claims
         self._releases = releases
         self._touches = touches
+        self._searching = asyncio.Lock()
 
     def _now(self) -> int:
         return self._ledger.clock.now_ms()
@@ -105,8 +110,15 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         """Validate and perform LookupLocation."""
         if _by_fingerprint(request):
             scope, fingerprint = convert.key_in(request.key), convert.fingerprint_in(request.fingerprint)
+            if len(fingerprint.chain) > _LONG_BYTES:
+                await self._in_turn()
             return self._locations.lookup_prefix(scope, fingerprint)
         return self._locations.lookup(convert.key_in(request.key))
+
+    async def _in_turn(self) -> None:
+        """Wait until no other search for a long prompt is made: in a row they would hold up all else."""
+        async with self._searching:
+            await asyncio.sleep(0)
 
     async def perform_begin(self, request: location_pb2.BeginTurnRequest) -> BegunTurn:
         """Validate and perform BeginTurn."""
@@ -114,6 +126,8 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         request_id = validate.text("request_id", request.request_id)
         wait_s = validate.wait(request.wait) if request.HasField("wait") else None
         fingerprint = convert.fingerprint_in(request.fingerprint) if by_fingerprint else None
+        if fingerprint is not None and len(fingerprint.chain) > _LONG_BYTES:
+            await self._in_turn()
         return await self._turns.begin(convert.key_in(request.key), request_id, wait_s, fingerprint)
 
     async def perform_claim(self, request: location_pb2.ClaimLocationRequest) -> m.Claim | m.MissReason:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from msgspec.structs import replace
 
 from kvplane.controlplane import keys, records
@@ -21,6 +23,8 @@ from kvplane.controlplane.releases import Releases
 
 _TURN_AHEAD_MS = 86_400_000
 """A turn's number is the clock's milliseconds or a little more; replicas' clocks do not differ by a day."""
+_LEAST_PAGE = 100
+"""Records of a listing that are read at once, however few are wanted, and looked at in a row."""
 _SAME_MS = 1000
 """A deadline that moves by less is not written again."""
 
@@ -212,9 +216,11 @@ class Locations:
         for prefix in prefixes:
             start, more = (after if after.startswith(prefix[:2]) else b""), True
             while more:
-                page = await self._ledger.store.scan(prefix, after=start, limit=limit)
+                page = await self._ledger.store.scan(prefix, after=start, limit=max(limit, _LEAST_PAGE))
                 revision = revision or page.revision
-                for item in page.items:
+                for number, item in enumerate(page.items):
+                    if not number % _LEAST_PAGE:
+                        await asyncio.sleep(0)  # what never waits would hold up all others
                     start = item.key
                     is_claim = prefix == keys.CLAIMS
                     value = understood(item, _claimed if is_claim else records.load_location)

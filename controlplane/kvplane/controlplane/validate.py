@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from types import NoneType
+from typing import Any
 from urllib.parse import urlsplit
 
 import orjson
@@ -23,10 +25,12 @@ MAX_BATCH = 1024
 MAX_LEASE_CLASS = 1024
 MAX_WAIT_S = 5.0
 HASH_BYTES = 8
+LOADS = ("running_requests", "waiting_requests", "free_blocks", "retained_blocks", "retained_conversations")
 _LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
 _HOST = re.compile(rf"(?=.{{1,253}}\.?$){_LABEL}(\.{_LABEL})*\.?|[0-9a-f.]*:[0-9a-f:.]*")
 """A host name of DNS labels (with underscores, as container networks have them), or an address."""
-PARAMS_NEEDED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids")
+_MAX_PORT = 65_535
+_MAX_PARALLEL = 65_536
 
 
 def text(field: str, value: str, *, most: int = MAX_ID_BYTES, optional: bool = False) -> str:
@@ -128,8 +132,8 @@ def spec(wire: engine_pb2.EngineSpec) -> None:
     ):
         raise InvalidFieldError("spec.role", "must be PREFILL, DECODE or BOTH")
     profile = wire.profile
-    for name in ("model", "model_revision", "kv_dtype", "engine_version"):
-        text(f"spec.profile.{name}", getattr(profile, name), optional=True)
+    for name, most in (("model", 256), ("model_revision", 256), ("kv_dtype", 64), ("engine_version", 64)):
+        text(f"spec.profile.{name}", getattr(profile, name), most=most, optional=True)
     if profile.transfer_mode not in ("", "pull"):
         raise InvalidFieldError(
             "spec.profile.transfer_mode", 'must be "pull": KV pushed by an engine cannot be read back'
@@ -150,6 +154,14 @@ def spec(wire: engine_pb2.EngineSpec) -> None:
         raise InvalidFieldError("spec.served_models", "must have at most 64 elements")
     for name in wire.served_models:
         text("spec.served_models", name)
+
+
+def load(wire: engine_pb2.EngineLoad) -> engine_pb2.EngineLoad:
+    """Return an engine's load if nothing of it is negative."""
+    for name in LOADS:
+        if getattr(wire, name) < 0:
+            raise InvalidFieldError(f"load.{name}", "must not be negative")
+    return wire
 
 
 def endpoint(field: str, value: str) -> None:
@@ -232,11 +244,27 @@ def _params(raw: bytes, engine_id: str, field: str) -> None:
         raise InvalidFieldError(field, "must be a JSON object") from None
     if not isinstance(params, dict):
         raise InvalidFieldError(field, "must be a JSON object")
-    for name in PARAMS_NEEDED:
+    for name in ("remote_engine_id", "remote_request_id", "remote_host"):
         value = params.get(name)
-        if not value and value in (None, "", []):
-            raise InvalidFieldError(f"{field}.{name}", "is missing: the reader could not reach the blocks")
+        if not value or type(value) is not str:
+            raise InvalidFieldError(
+                f"{field}.{name}", "must be a text: the reader could not reach the blocks"
+            )
+    if not _is_int(params.get("remote_port"), _MAX_PORT):
+        raise InvalidFieldError(f"{field}.remote_port", f"must be a number from 1 to {_MAX_PORT}")
+    value = params.get("remote_block_ids")
+    if not value or type(value) is not list:
+        raise InvalidFieldError(f"{field}.remote_block_ids", "must be a list with the blocks")
+    for name in ("tp_size", "dcp_size", "pp_size"):
+        if name in params and not _is_int(params[name], _MAX_PARALLEL):
+            raise InvalidFieldError(f"{field}.{name}", f"must be a number from 1 to {_MAX_PARALLEL}")
+    if type(params.get("remote_blocks_expiry_time")) not in (NoneType, int, float):
+        raise InvalidFieldError(f"{field}.remote_blocks_expiry_time", "must be a number")
     if params["remote_engine_id"] != engine_id:
         raise InvalidFieldError(f"{field}.remote_engine_id", "must be the announcing engine's own id")
     if params.get("transfer_mode", "pull") != "pull":
         raise InvalidFieldError(f"{field}.transfer_mode", 'must be "pull": pushed KV cannot be read back')
+
+
+def _is_int(value: Any, most: int) -> bool:
+    return type(value) is int and 1 <= value <= most
