@@ -94,6 +94,11 @@ class Config(BaseSettings):
     kubernetes_ca_file: str | None = Field(
         None, description="File with its certificate authority; by default that of the pod."
     )
+    engine_api_key_file: str | None = Field(
+        None,
+        description="File with the API keys that engines were started with (--api-key), one a line: the"
+        " router itself asks them what they serve. Read anew when it asks.",
+    )
     workers: int = Field(
         1,
         ge=1,

@@ -151,6 +151,7 @@ def _router_settings(config: Config, plane_address: str | None) -> RouterSetting
         decode_dns=config.decode_dns,
         dns_interval_s=config.dns_interval,
         kubernetes=_kubernetes(config),
+        engine_api_key_file=config.engine_api_key_file,
         plane_address=plane_address,
         host=config.host,
         port=config.port,

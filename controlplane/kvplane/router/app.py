@@ -28,6 +28,7 @@ from kvplane.router.chat import ChatCompletions, Completions
 from kvplane.router.conversations import Conversations
 from kvplane.router.discovery import DnsSource
 from kvplane.router.explain import Explanations
+from kvplane.router.keys import EngineKeys, KeyFileError
 from kvplane.router.kubernetes import KubernetesSource
 from kvplane.router.messages import Messages
 from kvplane.router.metrics import RouterMetrics
@@ -143,6 +144,11 @@ class RouterServer:
         """Look at engines and control plane once, then listen; returns the port. Raises RouterStartError."""
         settings = self.settings
         monotonic = self._monotonic or asyncio.get_running_loop().time
+        keys = EngineKeys(settings.engine_api_key_file)
+        try:
+            await keys.read()
+        except KeyFileError as error:
+            raise RouterStartError(str(error)) from None
         self._session = session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(
@@ -169,6 +175,7 @@ class RouterServer:
             health=settings.health,
             max_engine_requests=settings.admission.max_engine_requests,
             on_free=self._admission.freed,
+            keys=keys,
         )
         self._silence = Silence(self._pool)
         client: PlaneClient | None = self._plane_client
@@ -376,7 +383,7 @@ class RouterServer:
             problems.append("no prefill engine answers: decode engines compute prompts themselves")
         if plane == "unavailable":
             problems.append("the control plane does not answer: nothing is reused")
-        problems += [*self._ended, *self._silent(), *self._pool.misplaced()]
+        problems += [*self._ended, *self._silent(), *self._pool.misplaced(), *self._pool.refused_keys()]
         if mismatch := self._pool.mismatch():
             problems.append(mismatch)
         ready = any(e.up and not e.draining for e in decode) and not self._draining

@@ -36,6 +36,8 @@ class Engine:
     """Whether its connector checks fingerprints; None before an answer has shown it."""
     models: frozenset[str] = frozenset()
     """Served models; empty while unknown."""
+    models_refused: int = 0
+    """The status, 401 or 403, with which it refuses to say what it serves; 0 if it does not."""
     chosen_at: int = 0
     """Which choice it was last; larger is later."""
     waits: set[asyncio.Timeout] = field(default_factory=set)

@@ -22,6 +22,16 @@ def wrong_roles(roles: Iterable[tuple[Engine, EngineRole | None]]) -> list[str]:
     return lines
 
 
+def refused_key(engine: Engine) -> str | None:
+    """Return what is wrong if an engine does not say what it serves since it wants an API key."""
+    if not engine.models_refused:
+        return None
+    return (
+        f"{engine.url} answers {engine.models_refused} to GET /v1/models, so its models are not known: write"
+        " the API key it was started with into a file and name that with --engine-api-key-file"
+    )
+
+
 def no_common_model(engines: Sequence[Engine]) -> str | None:
     """Return what is wrong if prefill and decode engines serve no model in common."""
     prefill = frozenset[str]().union(*(e.models for e in engines if e.prefill))

@@ -14,7 +14,8 @@ from kvplane.client.model import EngineId, EngineRole, Location
 from kvplane.router.discovery import Found, Roles, merged
 from kvplane.router.engine import Engine
 from kvplane.router.health import Circuit, HealthLimits
-from kvplane.router.mistakes import no_common_model, wrong_roles
+from kvplane.router.keys import EngineKeys
+from kvplane.router.mistakes import no_common_model, refused_key, wrong_roles
 from kvplane.router.probes import Prober
 from kvplane.router.settings import SettingsError, engine_url
 
@@ -40,6 +41,7 @@ class EnginePool:
         max_engine_requests: int = 0,
         on_free: Callable[[], None] = lambda: None,
         chance: random.Random | None = None,
+        keys: EngineKeys | None = None,
     ) -> None:
         self._limits = health or HealthLimits()
         self._most = max_engine_requests
@@ -53,6 +55,7 @@ class EnginePool:
         self._prober = Prober(
             session,
             self._probed,
+            keys=keys or EngineKeys(None),
             interval_s=probe_interval_s,
             monotonic=monotonic,
             on_up=on_free,
@@ -371,6 +374,10 @@ class EnginePool:
         others = [other for other in self.engines if other is not engine and other.up]
         if any(other.decode if engine.decode else other.prefill or other.decode for other in others):
             engine.leave_waits(asyncio.get_running_loop().time())
+
+    def refused_keys(self) -> list[str]:
+        """Return a line for each engine that does not say what it serves since it wants an API key."""
+        return [line for engine in self.engines if engine.up and (line := refused_key(engine)) is not None]
 
     def mismatch(self) -> str | None:
         """Return what is wrong if prefill and decode engines serve no model in common."""

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
+from typing import Any
 
 import aiohttp
 import structlog
 
 from kvplane.router import openai
 from kvplane.router.engine import Engine
+from kvplane.router.keys import EngineKeys
+from kvplane.router.mistakes import refused_key
 
 log = structlog.get_logger("kvplane.router")
 
 _DOWN_PROBE_S = 0.5
 _TIMEOUT_S = 2.0
 _MODELS_EVERY_S = 30.0
+_UNAUTHORIZED = (401, 403)
 
 
 class Prober:
@@ -30,6 +34,7 @@ class Prober:
         session: aiohttp.ClientSession,
         engines: Callable[[], Collection[Engine]],
         *,
+        keys: EngineKeys,
         interval_s: float,
         monotonic: Callable[[], float],
         on_up: Callable[[], None],
@@ -38,6 +43,7 @@ class Prober:
     ) -> None:
         self._session = session
         self._engines = engines
+        self._keys = keys
         self._interval_s = interval_s
         self._monotonic = monotonic
         self._on_up = on_up
@@ -86,7 +92,9 @@ class Prober:
             if engine.up and engine.models_at <= now:
                 engine.models_at = now + _MODELS_EVERY_S
                 await self._ask_models(engine)
-            engine.probe_at = now + (self._interval_s if engine.up else min(_DOWN_PROBE_S, self._interval_s))
+            wait_s = self._interval_s if engine.up else min(_DOWN_PROBE_S, self._interval_s)
+            # Meanwhile it may have shown that it has other models.
+            engine.probe_at = 0.0 if engine.up and not engine.models_at else now + wait_s
         finally:
             engine.probing = False
             self._wake.set()
@@ -119,10 +127,27 @@ class Prober:
     async def _ask_models(self, engine: Engine) -> None:
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                async with self._session.get(engine.at("/v1/models")) as response:
-                    answer = openai.parse_json(await response.read()) if response.status == 200 else {}
-            names = [entry["id"] for entry in answer["data"]]
+                status, answer = await self._models_of(engine)
+            names = [entry["id"] for entry in answer["data"]] if status == 200 else None
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError, LookupError, TypeError):
+            return
+        refused, engine.models_refused = engine.models_refused, status if status in _UNAUTHORIZED else 0
+        if engine.models_refused and not refused:
+            log.warning("engine_wants_api_key", engine=engine.url, problem=refused_key(engine))
+        if names is None:
             return
         engine.models = frozenset(name for name in names if isinstance(name, str))
         self._on_models()
+
+    async def _models_of(self, engine: Engine) -> tuple[int, Any]:
+        """Return status and body of what an engine says it serves, with the key that it takes, if any."""
+        # With a key first: who wants none takes any.
+        for key in await self._keys.current() or (None,):
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            async with self._session.get(
+                engine.at("/v1/models"), headers=headers, allow_redirects=False
+            ) as response:
+                status = response.status
+                if status not in _UNAUTHORIZED:
+                    return status, openai.parse_json(await response.read()) if status == 200 else None
+        return status, None

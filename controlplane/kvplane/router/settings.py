@@ -110,6 +110,8 @@ class RouterSettings:
     dns_interval_s: float = 5.0
     kubernetes: KubernetesSettings | None = None
     """Pods that are engines."""
+    engine_api_key_file: str | None = None
+    """File with the API keys of engines, one a line, for what the router itself asks them."""
     plane_address: str | None = None
     """Where the control plane listens; None serves without reuse."""
     host: str = "127.0.0.1"
