@@ -201,3 +201,14 @@ async def test_a_long_event_that_holds_params_ends_its_stream(name: bytes) -> No
         for to in (CHAT, "/tokenize"):
             with pytest.raises(aiohttp.ClientPayloadError):
                 await f.raw(to, stream=True)
+
+
+@pytest.mark.parametrize("events", [False, True])
+async def test_what_is_nested_so_that_it_can_be_read_but_not_written_is_no_fault(events: bool) -> None:
+    stub = Stub(Answer())
+    async with front(stub) as f:
+        for depth in range(940, 1000):
+            deep = b'{"kv_transfer_params": {"h": "10.0.0.1"}, "x": ' + b"[" * depth + b"]" * depth + b"}"
+            stub.answer = Answer(b"data: " + deep + b"\n\n" if events else deep, events=events)
+            status, _, raw = await f.raw("/tokenize")
+            assert (status, private(raw)) == (200, False), depth

@@ -6,7 +6,7 @@ import json
 import re
 
 from kvplane.router.api import Api
-from kvplane.router.openai import BETWEEN_ENGINES, dump
+from kvplane.router.openai import BETWEEN_ENGINES, dump, parse_json
 
 _TOOL_END = re.compile(
     rb'"(?:finish_reason|stop_reason|type)"\s*:\s*"(?:tool_calls|tool_use|function_call)"',
@@ -125,8 +125,8 @@ class StreamGuard:
         lines = _LINE_ENDS.split(event)
         data = [line for line in lines if line.startswith(b"data:")]
         try:
-            said = json.loads(b"\n".join(line[5:] for line in data))
-        except (ValueError, RecursionError):
+            said = parse_json(b"\n".join(line[5:] for line in data))
+        except ValueError:
             # What cannot be read cannot be cleaned.
             return b"\n".join(line for line in lines if line not in data) if private else event
         changed = private and scrub(said)
@@ -171,6 +171,6 @@ def scrubbed(raw: bytes) -> bytes:
         return raw
     try:
         answer = json.loads(raw)
-    except (ValueError, RecursionError):
+        return dump(answer) if scrub(answer) else raw
+    except (ValueError, RecursionError):  # also of what can be read, but not written
         return raw if _PRIVATE not in raw else b""
-    return dump(answer) if scrub(answer) else raw
