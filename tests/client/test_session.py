@@ -25,7 +25,7 @@ from kvplane.client.model import (
     RequestId,
 )
 from kvplane.client.outbox import Outbox
-from kvplane.client.session import LAST_RETRY_S, EngineSession
+from kvplane.client.session import FIRST_RETRY_S, LAST_RETRY_S, EngineSession
 from kvplane.v1 import common_pb2
 from tests.fakes.attach import AttachPlane, until
 
@@ -235,6 +235,40 @@ async def test_an_absent_plane_is_tried_again_soon_and_logged_once() -> None:
     ]
     await rig.close()
     await plane.stop()
+
+
+async def test_a_pause_ends_once_there_is_a_connection(rig: Rig) -> None:
+    """gRPC waits between its attempts already; a pause on top would keep an engine away for twice as long."""
+    await rig.attached()
+    pausing, ended = asyncio.Event(), asyncio.Event()
+
+    async def endless(seconds: float) -> None:
+        await rig.sleep(seconds)
+        if len(rig.delays) >= 3:
+            pausing.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+    rig.session._sleep = endless
+    await rig.plane.stop()
+    await pausing.wait()
+    await rig.plane.start()
+    await until(lambda: rig.session.attached)
+    assert ended.is_set()
+
+
+async def test_after_an_outage_an_engine_that_is_unknown_registers_soon_but_not_in_haste(rig: Rig) -> None:
+    await rig.attached()
+    await rig.plane.stop()
+    await until(lambda: len(rig.delays) >= 6)
+    rig.plane.refuse = grpc.StatusCode.NOT_FOUND, "UNKNOWN_ENGINE"
+    outage = len(rig.delays)
+    await rig.plane.start()
+    await until(lambda: len(rig.plane.epochs) >= 6)
+    assert sum(delay < FIRST_RETRY_S for delay in rig.delays[outage:]) == 1
+    assert rig.delays[-1] > 2 * FIRST_RETRY_S
 
 
 async def test_a_loss_is_logged_once() -> None:

@@ -36,6 +36,8 @@ SPEC = EngineSpec(EngineId("d0"), EngineRole.DECODE)
 class Gone:
     """A control plane that nobody can reach, for changing reasons."""
 
+    connected = False
+
     def __init__(self) -> None:
         self.attempts = 0
 
@@ -54,6 +56,8 @@ class Gone:
 
 class Flapping(Gone):
     """A control plane that takes a registration, answers once, and is gone again."""
+
+    connected = True
 
     async def wait_connected(self) -> None:
         self.attempts += 1

@@ -55,9 +55,10 @@ def open_channel(address: str) -> grpc.aio.Channel:
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.ping_timeout_ms", 1_000),
         ("grpc.http2.bdp_probe", 0),  # its pings stand in for those above, with a minute's patience
+        # A plane that is back is found within half a second. Who is slow to answer is given a second.
         ("grpc.initial_reconnect_backoff_ms", 200),
-        ("grpc.min_reconnect_backoff_ms", 200),
-        ("grpc.max_reconnect_backoff_ms", 1_000),
+        ("grpc.min_reconnect_backoff_ms", 1_000),  # in fact the least timeout of an attempt to connect
+        ("grpc.max_reconnect_backoff_ms", 400),
         ("grpc.use_local_subchannel_pool", 1),
     ]
     return grpc.aio.insecure_channel(target, options=options)
@@ -97,6 +98,11 @@ class ControlPlaneClient:
     async def aclose(self) -> None:
         """Close the channel; calls under way fail as unavailable. Idempotent."""
         await self._channel.close()
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection now; asking brings none about."""
+        return self._channel.get_state() is grpc.ChannelConnectivity.READY
 
     async def wait_connected(self) -> None:
         """Connect, if need be, and wait for it; not before that can a call reach anyone.

@@ -33,6 +33,7 @@ _HEARTBEAT = 0.2
 _SILENCE = 0.3
 _MAX_UNACKNOWLEDGED = 2  # what is said meanwhile goes together with the next message
 _FIRST_ANSWER_S = 2.0  # a replica that does not answer the first message is given up for the next
+_LOOK_S = 0.1  # how often a pause without a connection looks for one
 _TICK_S = 1.0  # how often a changed load is looked for
 _SETTLE_S = 2.0  # how long a new incarnation waits for answers to withdrawals
 
@@ -121,9 +122,9 @@ class EngineSession:
 
     async def run(self) -> None:
         """Stay registered and attached until cancelled, closed or fenced. Raises nothing of its own."""
-        delay = FIRST_RETRY_S
+        delay, cause = FIRST_RETRY_S, ""
         while not self._closing and not self.fenced:
-            cause = "ended"
+            before, cause = cause, "ended"
             try:
                 await self._live()
                 if self._registration is None and not self._closing:  # a new incarnation was asked for
@@ -140,9 +141,25 @@ class EngineSession:
             except Exception as error:  # a fault of ours must not end the session for good
                 cause = f"fault {type(error).__name__}"
                 self._report(cause, error, trace=trace(error))
-            delay = FIRST_RETRY_S if self._lose(cause) else min(2 * delay, LAST_RETRY_S)
+            answered = self._lose(cause) or (cause == "unknown_engine" != before)
+            delay = FIRST_RETRY_S if answered else min(2 * delay, LAST_RETRY_S)
             if not self._closing and not self.fenced:
-                await self._sleep(delay * random.uniform(0.5, 1.0))
+                await self._pause(delay * random.uniform(0.5, 1.0))
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait before the next attempt; where there was no connection, not longer than until there is one.
+
+        gRPC tries to connect meanwhile, at a pace of its own, which would add up with ours.
+        """
+        if self._client.connected:
+            await self._sleep(seconds)
+            return
+        nap = asyncio.ensure_future(self._sleep(seconds))
+        try:
+            while not self._client.connected and not nap.done():
+                await asyncio.wait((nap,), timeout=_LOOK_S)
+        finally:
+            nap.cancel()
 
     def _fence(self) -> None:
         self.fenced, self._registration = True, None
