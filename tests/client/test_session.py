@@ -198,6 +198,9 @@ async def test_an_unknown_engine_registers_again(rig: Rig) -> None:
     assert rig.plane.announced()[-1].reannounced
     keys = [registration.request_id for registration in rig.plane.registrations]
     assert len(set(keys)) == len(keys)  # each incarnation has its own
+    names, numbers = zip(*(key.split("#") for key in keys), strict=True)
+    assert len(set(names)) == 1
+    assert list(numbers) == [str(number + 1) for number in range(len(keys))]  # so a late one is known as such
 
 
 async def test_a_stale_epoch_ends_the_session_for_good(rig: Rig) -> None:

@@ -11,6 +11,7 @@ from kvplane.controlplane import model as m
 from kvplane.controlplane.errors import (
     EngineDrainingError,
     InvalidFieldError,
+    LateRegistrationError,
     StaleEpochError,
     UnknownEngineError,
 )
@@ -181,6 +182,26 @@ async def test_registering_again_with_the_same_id_is_the_same_incarnation(rig: R
     first = await rig.plane.engines.register(spec, "start-1")
     assert await rig.plane.engines.register(spec, "start-1") == first
     assert (await rig.plane.engines.register(spec, "start-2")).engine_epoch > first.engine_epoch
+
+
+async def test_a_late_duplicate_of_an_earlier_registration_does_not_end_the_later_one(rig: Rig) -> None:
+    spec = m.EngineSpec("d", m.EngineRole.DECODE)
+    await rig.plane.engines.register(spec, "process#9")
+    live = await rig.plane.engines.register(spec, "process#10")
+    with pytest.raises(LateRegistrationError):
+        await rig.plane.engines.register(spec, "process#9")
+    assert await rig.plane.engines.register(spec, "process#10") == live
+    for next_id in ("process#11", "another#1", "process#1", "process", "process#x", "#", ""):
+        engine = await rig.plane.engines.register(spec, next_id)
+        assert engine.engine_epoch > live.engine_epoch
+        live = engine
+
+
+async def test_a_late_registration_of_a_process_that_lives_no_more_begins_anew(rig: Rig) -> None:
+    spec = m.EngineSpec("d", m.EngineRole.DECODE)
+    later = await rig.plane.engines.register(spec, "process#2")
+    await rig.clock.advance(11)
+    assert (await rig.plane.engines.register(spec, "process#1")).engine_epoch > later.engine_epoch
 
 
 async def test_a_draining_engine_takes_and_gives_nothing_new(rig: Rig) -> None:

@@ -82,7 +82,7 @@ class EngineSession:
         self._sleep = sleep
         self._margin_s = margin_s
         self._registration: m.Registration | None = None
-        self._registration_id = uuid.uuid4().hex
+        self._process_id = uuid.uuid4().hex
         self._incarnations = 0
         self._stream = 0  # number of the current stream; older ones fall silent
         self._sequence = 0
@@ -187,9 +187,8 @@ class EngineSession:
         self._reached = True
         if self._registration is None:
             self._registration = await self._client.register_engine(
-                self._spec, request_id=self._registration_id
+                self._spec, request_id=f"{self._process_id}#{self._incarnations + 1}"
             )
-            self._registration_id = uuid.uuid4().hex
             self._restart_by = None
             self._incarnations += 1
             self.last_contact = self._monotonic()

@@ -10,7 +10,12 @@ from msgspec import Struct
 
 from kvplane.controlplane import keys, records
 from kvplane.controlplane import model as m
-from kvplane.controlplane.errors import StaleEpochError, SupersededStreamError, UnknownEngineError
+from kvplane.controlplane.errors import (
+    LateRegistrationError,
+    StaleEpochError,
+    SupersededStreamError,
+    UnknownEngineError,
+)
 from kvplane.controlplane.ledger import Decision, Keep, Ledger, Stored, Write, same_state, understood
 from kvplane.store.base import Compare, Delete, Lease, Put
 from kvplane.store.errors import LeaseNotFoundError, StoreError
@@ -122,7 +127,9 @@ class EngineRegistry:
     async def register(self, spec: m.EngineSpec, registration_id: str = "") -> m.Engine:
         """Start an incarnation: its epoch is larger than any this engine id had.
 
-        With a `registration_id` a repeated call answers with the incarnation it started, while it lives.
+        With a `registration_id` a repeated call answers with the incarnation it started, while it lives. Of
+        ids "NAME#NUMBER" with the same name the one with the higher number is the later registration; a
+        call that comes after a later one's would end that for good, and is refused: LateRegistrationError.
         """
         ledger, store = self._ledger, self._ledger.store
         engine_key, epoch_key = keys.engine(spec.engine_id), keys.epoch(spec.engine_id)
@@ -134,6 +141,8 @@ class EngineRegistry:
             compares = same_state(current, last)
             if current.value and registration_id and current.value.registration_id == registration_id:
                 return Decision((current.value, None), compares)
+            if current.value and _is_late(registration_id, current.value.registration_id):
+                raise LateRegistrationError(spec.engine_id, current.value.engine_epoch)
             now = ledger.clock.now_ms()
             before = max(last.value or 0, current.value.engine_epoch if current.value else 0)
             engine = m.Engine(
@@ -308,3 +317,12 @@ class EngineRegistry:
         for known in (self._kept, self._loads, self._broken):
             for at in [at for at in known if at[0] == engine_id and at[1] < below_epoch]:
                 del known[at]
+
+
+def _is_late(registration_id: str, current: str) -> bool:
+    """Tell whether a registration is numbered as an earlier one of the process whose current one is given."""
+    name, mark, number = registration_id.rpartition("#")
+    current_name, _, current_number = current.rpartition("#")
+    if not mark or name != current_name or not (number.isdecimal() and current_number.isdecimal()):
+        return False
+    return int(number) < int(current_number)

@@ -51,6 +51,14 @@ class StaleEpochError(DomainError):
         super().__init__(message, engine_id=engine_id, current_epoch=str(current))
 
 
+class LateRegistrationError(DomainError):
+    """A registration that its process has followed by another already."""
+
+    def __init__(self, engine_id: str, current: int) -> None:
+        message = f"registration was followed by another of the same process; {current} is registered"
+        super().__init__(message, engine_id=engine_id, current_epoch=str(current))
+
+
 class EngineDrainingError(DomainError):
     """The engine drains: nothing new is put on record for it."""
 
@@ -99,6 +107,7 @@ _TABLE: dict[type[Exception], tuple[grpc.StatusCode, str]] = {
     UnreadableMessageError: (_Code.INVALID_ARGUMENT, "UNREADABLE_MESSAGE"),
     UnknownEngineError: (_Code.NOT_FOUND, "UNKNOWN_ENGINE"),
     StaleEpochError: (_Code.FAILED_PRECONDITION, "STALE_EPOCH"),
+    LateRegistrationError: (_Code.FAILED_PRECONDITION, "STALE_EPOCH"),
     EngineDrainingError: (_Code.FAILED_PRECONDITION, "ENGINE_DRAINING"),
     NotClaimOwnerError: (_Code.PERMISSION_DENIED, "NOT_CLAIM_OWNER"),
     ContentionError: (_Code.ABORTED, "CONTENTION"),
