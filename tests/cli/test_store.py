@@ -247,6 +247,22 @@ def test_turns_that_are_too_old_are_said_to_be_skipped(memory: Memory, tmp_path:
 # purge
 
 
+@pytest.mark.parametrize("more", [[], ["--all"], ["--all", "--force"], ["--engine", "d"]])
+def test_an_older_version_does_not_purge_a_newer_ones_store(memory: Memory, more: list[str]) -> None:
+    memory.change(fill)
+    memory.change(lambda store, _: ensure_schema(store, Schema(9, 9)))
+    before = memory.keys
+    assert "the newer one's 'kvplane store purge --all'" in refused("purge", "--yes", *more)
+    assert memory.keys == before
+
+
+def test_a_store_that_older_versions_may_use_and_one_of_a_damaged_schema_are_purged(memory: Memory) -> None:
+    memory.change(lambda store, _: ensure_schema(store, Schema(9, 1)))
+    assert run("purge", "--yes", "--all").stdout == "purged: 1 schema\n"
+    memory.change(lambda store, _: store.transact([], [Put(keys.schema(), b"\xff")]))
+    assert run("purge", "--yes", "--all").stdout == "purged: 1 schema\n"
+
+
 def test_a_purge_under_live_engines_has_to_be_forced(memory: Memory) -> None:
     memory.change(fill)
     before = memory.keys

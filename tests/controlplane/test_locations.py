@@ -217,6 +217,15 @@ async def test_a_draining_engine_takes_and_gives_nothing_new(rig: Rig) -> None:
     assert await rig.plane.releases.finish_claim("claim", "r") is m.ReleaseOutcome.RELEASED
 
 
+async def test_a_damaged_record_does_not_keep_an_engine_from_draining(rig: Rig) -> None:
+    engine = await rig.engine()
+    await rig.retain(engine, "q1")
+    assert isinstance(await rig.claim(), m.Claim)
+    damaged = keys.holding(m.Holder("d", engine.engine_epoch, "q2"))
+    await rig.store.transact([], [Put(damaged, b"\xff")])
+    assert await rig.plane.engines.drain("d") == 1
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [

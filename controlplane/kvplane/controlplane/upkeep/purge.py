@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from kvplane.controlplane import keys
 from kvplane.controlplane import model as m
 from kvplane.controlplane.records import UnreadableRecordError
+from kvplane.controlplane.schema import SchemaUnreadableError, check_schema, read_schema
 from kvplane.controlplane.upkeep import kinds
 from kvplane.store.base import MAX_TXN_BYTES, MAX_TXN_OPERATIONS, Compare, Delete, KeyValue, Store
 from kvplane.store.errors import StoreUnavailableError
@@ -87,7 +89,8 @@ class Purged:
 
 
 async def survey(store: Store, selection: Selection, *, everything: bool = False) -> Survey:
-    """Return what `purge` with the same arguments would take if it ran now. Raises StoreError. O(records)."""
+    """Return what `purge` with the same arguments would take if it ran now. Raises as `purge`. O(records)."""
+    await _require_known(store)
     counts, concerned = dict[str, int](), set[_Incarnation]()
     live = await _live_engines(store)
     async for victim in _victims(store, selection, live, everything=everything):
@@ -114,8 +117,10 @@ async def purge(
     Of a whole store, or of an engine, the epochs stay, so that later ones are larger, and of a whole store
     the schema, the replicas' pulses and the open claims of live engines too, unless `everything`. Records
     that others change meanwhile stay and are counted. Idempotent; one that was broken off is to be repeated.
-    Raises StoreError. O(records).
+    Raises StoreError, and SchemaTooNewError for a store that only newer software may read: what this one
+    takes for nobody's could be a live engine's. A damaged schema record is no obstacle. O(records).
     """
+    await _require_known(store)
     counts, changed, batch = dict[str, int](), 0, list[_Victim]()
     operations = size = 0
     live = await _live_engines(store)
@@ -130,6 +135,11 @@ async def purge(
     changed += await _remove(store, batch, counts)
     progress(len(batch))
     return Purged(counts, changed)
+
+
+async def _require_known(store: Store) -> None:
+    with suppress(SchemaUnreadableError):
+        check_schema(await read_schema(store))
 
 
 async def _remove(store: Store, batch: list[_Victim], counts: dict[str, int]) -> int:
