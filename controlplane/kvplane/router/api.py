@@ -55,6 +55,9 @@ class Api(ABC):
     """Fields that limit the reply's length; the first one is set where a request has none."""
     not_for_prefill: ClassVar[tuple[str, ...]] = ()
     """Fields that make no sense for a reply of one token, or would keep it."""
+    cached_name: ClassVar[bytes] = b"cached_tokens"
+    """How an answer calls the number of cached tokens."""
+
     # Requests
 
     def prefill_body(self, body: Body, params: Mapping[str, Any]) -> Body:

@@ -29,6 +29,7 @@ class Messages(Api):
 
     path = "/v1/messages"
     limits = ("max_tokens",)
+    cached_name = b"cache_read_input_tokens"
     not_for_prefill = ("min_tokens", "stream_options")
 
     def decode_only_reason(self, body: Body) -> str | None:

@@ -39,10 +39,10 @@ class ToolCallScan:
 
 
 _HINT = b"_t"
-"""In all of the following; it is looked for first, since in most events there is none of them."""
+"""In what is looked for; it is looked for first, since in most events there is none of it."""
 _PRIVATE = b"_transfer_params"
-_CACHED = (b"cached_tokens", b"cache_read_input_tokens")
-_ESCAPES = b"\\u00"
+_BACKSLASH = ord("\\")
+"""As a number it is found ten times as fast."""
 _ESCAPED_NAME = re.compile(rb"\\u00[567]")
 """A letter of the names in BETWEEN_ENGINES, or their underscore, written as JSON allows."""
 _LONGEST_EVENT = 4 << 20
@@ -63,12 +63,13 @@ class StreamGuard:
     event yet waits for its rest; nobody could have used it.
     """
 
-    __slots__ = ("_api", "_cached", "_fix", "_held", "_within")
+    __slots__ = ("_api", "_cached", "_count", "_fix", "_held", "_within")
 
     UNCHANGED = -1
 
     def __init__(self, api: Api, cached: int | None = UNCHANGED) -> None:
         self._api = api
+        self._count = api.cached_name
         self._fix = cached != self.UNCHANGED
         self._cached = cached
         self._held = b""
@@ -83,19 +84,18 @@ class StreamGuard:
         if self._held:
             chunk = self._held + chunk
             self._held = b""
-        if self._within:
-            return self._more(chunk)
+            if self._within:
+                return self._more(chunk)
         if not chunk.endswith(b"\n\n"):
             end = max(_after(chunk, b"\n\n"), _after(chunk, b"\r\n\r\n"), _after(chunk, b"\r\r"))
             chunk, self._held = chunk[:end], chunk[end:]
-        if (
-            _HINT in chunk
-            and (_PRIVATE in chunk or (self._fix and (_CACHED[0] in chunk or _CACHED[1] in chunk)))
-        ) or (_ESCAPES in chunk and _ESCAPED_NAME.search(chunk)):
-            chunk = self._cleaned(chunk)
-        if len(self._held) > _LONGEST_EVENT:
-            more, self._held, self._within = self._held, b"", True
-            return chunk + self._more(more)
+            if len(self._held) > _LONGEST_EVENT:
+                more, self._held, self._within = self._held, b"", True
+                return self.passed(chunk) + self._more(more)
+        if (_HINT in chunk and (_PRIVATE in chunk or (self._fix and self._count in chunk))) or (
+            _BACKSLASH in chunk and _ESCAPED_NAME.search(chunk)
+        ):
+            return self._cleaned(chunk)
         return chunk
 
     def _more(self, piece: bytes) -> bytes:
@@ -120,7 +120,7 @@ class StreamGuard:
 
     def _event(self, event: bytes) -> bytes:
         private = holds_private(event)
-        if not private and not any(mark in event for mark in _CACHED):
+        if not private and self._count not in event:
             return event
         lines = _LINE_ENDS.split(event)
         data = [line for line in lines if line.startswith(b"data:")]
@@ -147,7 +147,7 @@ def _after(chunk: bytes, boundary: bytes) -> int:
 
 def holds_private(raw: bytes) -> bool:
     """Tell whether JSON, or a piece of it, seems to hold what engines tell each other, also if escaped."""
-    return _PRIVATE in raw or (_ESCAPES in raw and _ESCAPED_NAME.search(raw) is not None)
+    return _PRIVATE in raw or (_BACKSLASH in raw and _ESCAPED_NAME.search(raw) is not None)
 
 
 def scrub(answer: object) -> bool:
