@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
+from kvplane.store.clock import SystemClock
+
 _EVERY_S = 1.0
+_MACHINE = SystemClock()
 
 
 class Throttle:
@@ -14,7 +16,7 @@ class Throttle:
     It remembers every kind, so there must be few.
     """
 
-    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, monotonic: Callable[[], float] = _MACHINE.monotonic) -> None:
         self._monotonic = monotonic
         self._last: dict[object, tuple[float, int]] = {}  # by kind: when logged, passed over since
 
