@@ -177,7 +177,7 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
 
     def on_new_request(self, request: Any) -> None:
         """Note a request (vLLM 0.32 and later)."""
-        _without_malformed_params(request)
+        _make_params_sound(request)
         compat.call_if_there(super(), "on_new_request", request)
         self._live.add(request.request_id)
         if _is_prefill(request):
@@ -185,7 +185,7 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See vLLM; what a prefill request may pull is verified before."""
-        _without_malformed_params(request)
+        _make_params_sound(request)
         self._live.add(request.request_id)
         self._waiting, self._waiting_local_tokens = request, num_computed_tokens
         matched: tuple[int | None, bool]
@@ -482,7 +482,18 @@ def _is_prefill(request: Any) -> bool:
     return isinstance(params, dict) and bool(params.get("do_remote_decode"))
 
 
-def _without_malformed_params(request: Any) -> None:
-    """Take off params that are no object: vLLM would fall over them, and the engine with it."""
-    if request.kv_transfer_params is not None and not isinstance(request.kv_transfer_params, dict):
+def _make_params_sound(request: Any) -> None:
+    """Take off what vLLM would fall over, and the engine with it, or read without it being verified.
+
+    That is params that are no object; `do_remote_prefill` on a prefill turn, which vLLM looks at first and
+    takes for the whole prompt; and the same with ids that are no text.
+    """
+    params = request.kv_transfer_params
+    if params is None:
+        return
+    if not isinstance(params, dict):
         request.kv_transfer_params = None
+    elif params.get("do_remote_prefill"):
+        ids = (params.get("remote_engine_id", ""), params.get("remote_request_id", ""))
+        if params.get("do_remote_decode") or not all(isinstance(each, str | None) for each in ids):
+            params["do_remote_prefill"] = False
