@@ -129,7 +129,7 @@ def test_a_budget_is_better_spent_on_those_that_come_back() -> None:
     whole = replay(turns, Fixed(480.0), AT_ONCE)
     setting = Setting(ms_per_token=0.0, budget=whole.most_blocks // 10)
     fixed = replay(turns, Fixed(480.0), setting)
-    adaptive = replay(turns, Adaptive(max_ttl_s=480.0, budget=setting.budget), setting)
+    adaptive = replay(turns, Adaptive(max_ttl_s=480.0), setting)
     assert adaptive.tokens_saved > 1.15 * fixed.tokens_saved
     assert adaptive.most_blocks <= whole.most_blocks // 10
 

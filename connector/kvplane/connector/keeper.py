@@ -137,7 +137,6 @@ class Keeper:
             monotonic=monotonic,
             max_ttl_s=config.max_ttl_s,
             min_ttl_s=config.min_ttl_s,
-            budget_blocks=retention.budget,
             block_tokens=block_tokens,
         )
         self._kept: dict[str, _Kept] = {}

@@ -2,9 +2,8 @@
 
 A `Curve` says for one class of turns what a lease of T seconds brings (the share of conversations back within
 T) and costs (seconds held on average, until the return or T). For a price, the lease is the T with the most
-of one less price times the other. `Savings` and `Load` keep, for a row of prices at once, what they would
-have brought and held lately: so is found the highest that still brings enough, or the lowest that holds
-little enough.
+of one less price times the other. `Savings` keeps, for a row of prices at once, what they would have brought
+lately: so is found the highest that still brings enough.
 
 Prices are chances of a return per second: the least that a full block's tokens have to have, at any moment,
 to be held on for. A conversation whose blocks hold fewer tokens each pays more in proportion.
@@ -61,8 +60,6 @@ class Curve:
         corners = [bisect_left(self._slopes, -price) for price in PRICES]
         self.brought = [shares[hull[corner]] for corner in corners]
         """For each of PRICES, the share of conversations back within the lease."""
-        self.held = [seconds[hull[corner]] for corner in corners]
-        """For each of PRICES, the seconds a lease is held on average."""
 
     @property
     def most(self) -> float:
@@ -163,40 +160,6 @@ class Savings:
             min(expected, (seen + weight * expected) / (self._seen_most + weight))
             for seen, expected in zip(self._seen, foreseen, strict=True)
         ]
-
-
-class Load:
-    """Blocks that the row of prices would have held on average lately, over some minutes."""
-
-    __slots__ = ("_at", "_began", "_blocks", "_span_s")
-
-    def __init__(self, span_s: float) -> None:
-        self._span_s = span_s
-        self._blocks = [0.0] * _STEPS
-        self._at: float | None = None
-        self._began = 0.0
-
-    def add(self, curve: Curve, blocks: float, shift: int, now: float) -> None:
-        """Note a turn that ended now."""
-        if self._at is None:
-            self._at = self._began = now
-        keep = math.exp(min(0.0, self._at - now) / self._span_s)
-        self._at = max(self._at, now)
-        weight = blocks / self._span_s
-        held = _shifted(curve.held, shift)
-        self._blocks = [
-            old * keep + weight * seconds for old, seconds in zip(self._blocks, held, strict=True)
-        ]
-
-    def lowest(self, budget: float) -> float:
-        """Return the lowest price whose leases fit into a budget of blocks; the highest if none does."""
-        for index, blocks in enumerate(self._blocks):
-            if blocks <= budget:
-                if not index:
-                    return LOWEST
-                before = self._blocks[index - 1]
-                return PRICES[index - 1] * math.pow(_STEP, (before - budget) / (before - blocks))
-        return PRICES[-1]
 
 
 def _shifted(row: list[float], shift: int) -> list[float]:

@@ -33,11 +33,11 @@ from random import Random
 
 from kvplane.connector.habits import Cohorts, Habits, Passed, bin_edges
 from kvplane.connector.lease_class import CLASSES, Traits, lease_class, typical_tokens
-from kvplane.connector.price import LOWEST, PRICES, Curve, Load, Savings, steps
+from kvplane.connector.price import LOWEST, PRICES, Curve, Savings, steps
 
 __all__ = ["KEEP_SHARE", "Returns", "Traits", "lease_class"]
 
-KEEP_SHARE = 0.96
+KEEP_SHARE = 0.95
 """Of what the longest leases for all would save, the share that is kept unless said otherwise."""
 
 _FADE_AFTER = 4000.0
@@ -45,8 +45,6 @@ _COLD_TURNS = 200.0
 _COLD_RETURNS = 40.0
 _GROWN_UP_TURNS = 600.0
 _MOST_NUMBER = 1e9
-_BUDGET_SHARE = 0.95
-_LOAD_SPAN_S = 120.0
 
 
 @dataclass(slots=True)
@@ -84,7 +82,6 @@ class Returns:
         max_ttl_s: the longest lease, and what savings are measured against.
         min_ttl_s: the shortest.
         keep_share: of what the longest leases for all would save, the share (0 to 1) that is to be kept.
-        budget_blocks: that leases may hold on average, None for no bound; see `budget_blocks`.
         block_tokens: that a full block holds.
         explore: share of turns (0 to 1) that get the longest lease, to find out what shorter ones would hide.
         max_tenants: that are told apart; the least recently seen are forgotten.
@@ -101,7 +98,6 @@ class Returns:
         max_ttl_s: float = 480.0,
         min_ttl_s: float = 20.0,
         keep_share: float = KEEP_SHARE,
-        budget_blocks: float | None = None,
         block_tokens: int = 16,
         explore: float = 0.01,
         max_tenants: int = 64,
@@ -116,8 +112,6 @@ class Returns:
         self.max_ttl_s = max_ttl_s
         self.min_ttl_s = min_ttl_s
         self.keep_share = keep_share
-        self.budget_blocks = budget_blocks
-        """Blocks that leases may hold on average; may be set at any time, None for no bound."""
         self._monotonic = monotonic
         self._block_tokens = block_tokens
         self._explore = explore
@@ -130,10 +124,9 @@ class Returns:
             1.0 - math.exp((start - end) / max_ttl_s) for start, end in zip(before, self._edges, strict=False)
         ]
         self._cohorts = Cohorts(self._edges)
-        self._load = Load(_LOAD_SPAN_S)
         self._all = self._party(2.0)
         self._tenants: OrderedDict[str, _Party] = OrderedDict()
-        self._price = (LOWEST, LOWEST)
+        self._began: float | None = None  # when the first turn was retained
 
     @property
     def tenants(self) -> int:
@@ -143,14 +136,14 @@ class Returns:
     def retained(self, tenant_id: str, lease_class: int, *, tokens: int, blocks: int) -> None:
         """Note a turn that ended and is kept; once for each."""
         now = self._advance()
+        if self._began is None:
+            self._began = now
         number = _class(lease_class)
         tenant = self._tenant(tenant_id)
         self._cohorts.add(tenant_id, number, now)
         curve = self._curve(tenant, number)
         many, held = _number(tokens, 1.0), _number(blocks, 0.0)
-        shift = steps(self._dearness(many, held))
-        tenant.savings.foresee(curve, many, shift)
-        self._load.add(curve, held, shift, now)
+        tenant.savings.foresee(curve, many, steps(self._dearness(many, held)))
 
     def returned(self, tenant_id: str, lease_class: int, idle_s: float) -> None:
         """Note that a conversation, whose last turn had this class, came back after `idle_s` seconds."""
@@ -191,7 +184,7 @@ class Returns:
         self._advance()
         tenant = self._tenant(tenant_id)
         explored = self._random.random() < self._explore
-        if explored or (tenant.cold and self._all.cold and self.budget_blocks is None):
+        if explored or self._knows_little(tenant):
             return self.max_ttl_s
         curve = self._curve(tenant, _class(lease_class))
         dearness = self._dearness(_number(tokens, 1.0), _number(blocks, 0.0))
@@ -214,10 +207,20 @@ class Returns:
     def price(self, tenant_id: str) -> float:
         """Return the least chance of a return per second for which a full block is held on."""
         tenant = self._tenant(tenant_id)
-        price = LOWEST if tenant.cold and self._all.cold else tenant.savings.highest(self.keep_share)
-        if self.budget_blocks is not None:
-            price = max(price, self._load.lowest(self.budget_blocks * _BUDGET_SHARE))
-        return min(price, PRICES[-1])
+        if self._knows_little(tenant):
+            return LOWEST
+        return min(tenant.savings.highest(self.keep_share), PRICES[-1])
+
+    def _knows_little(self, tenant: _Party) -> bool:
+        """Tell whether nothing is a reason yet for less than the longest lease.
+
+        So it is until turns are as old as that: before, quick returns have been seen and slow ones cannot
+        have been, however many turns there were. A budget is kept by giving up what is worth least.
+        """
+        began = self._began
+        if began is None or self._monotonic() - began < self.max_ttl_s:
+            return True
+        return tenant.cold and self._all.cold
 
     def _advance(self) -> float:
         now = self._monotonic()

@@ -113,7 +113,6 @@ def _policies(plan: Plan) -> Iterator[tuple[str, float | None, Policy]]:
                 max_ttl_s=plan.max_ttl_s,
                 keep_share=share,
                 block_tokens=plan.setting.block_tokens,
-                budget=plan.setting.budget,
                 seed=plan.seed,
             ),
         )

@@ -118,7 +118,6 @@ class Adaptive:
         max_ttl_s: float,
         keep_share: float | None = None,
         block_tokens: int = BLOCK_TOKENS,
-        budget: int | None = None,
         seed: int = 0,
     ) -> None:
         self._now = 0.0
@@ -126,7 +125,6 @@ class Adaptive:
             monotonic=lambda: self._now,
             max_ttl_s=max_ttl_s,
             min_ttl_s=min(20.0, max_ttl_s),
-            budget_blocks=budget,
             block_tokens=block_tokens,
             seed=seed,
             keep_share=KEEP_SHARE if keep_share is None else keep_share,
