@@ -73,12 +73,13 @@ async def test_up_runs_both_and_stops_on_sigint() -> None:
         ),
         (("serve", "--allow-remote", "--grpc-host", "a b"), "--grpc-host: cannot listen on a b"),
         (("serve", "--location-ttl", "inf"), "--location-ttl inf"),
-        (("serve", "--store", "redis://x"), "unknown store scheme redis://"),
+        (("serve", "--store", "redis://x"), "--store: unknown store scheme redis://"),
         (("serve", "--store", "etcd://h:1?ttl=1"), "etcd:// has no option 'ttl'; allowed: tls, ca"),
         (("serve", "--store", "etcd://u:pw@h:1"), "etcd:// takes no password; put it into a file"),
         (("serve", "--store", "etcd://h?ca=/nowhere"), "cannot read the file that ca names"),
         (("up", "--decode", "d:8200", "--grpc-port", "0"), "write it as http://d:8200"),
-        (("route",), "--decode"),
+        (("route",), "or with --plane HOST:PORT a control plane"),
+        (("serve", "--location-ttl", "5"), "--min-remaining (10 s) must be below --location-ttl (5 s)"),
         (("route", "--decode", "http://d:1", "--plane", "plane"), "--plane: 'plane' is not host:port"),
         (("route", "--decode", "http://d:1", "--plane", "http://p:1"), "is a URL; give host:port"),
         (("route", "--decode", "http://d:1", "--path", "fast"), "--path fast"),
@@ -86,6 +87,13 @@ async def test_up_runs_both_and_stops_on_sigint() -> None:
 )
 async def test_what_cannot_work_is_refused_in_one_line(arguments: tuple[str, ...], said: str) -> None:
     assert said in await refused(*arguments)
+
+
+async def test_up_without_engines_says_how_they_are_found() -> None:
+    process = await start("up", "--port", "0", "--grpc-port", "0")
+    assert "kvplane_endpoint" in str((await event(process, "engines_not_named"))["remedy"])
+    process.send_signal(signal.SIGTERM)
+    await asyncio.wait_for(process.communicate(), 30)
 
 
 async def test_config_show_shows_no_password() -> None:

@@ -41,10 +41,13 @@ def test_the_same_settings_by_file_flag_and_environment(
     [
         ("grpc_prot = 1", "grpc_prot is unknown; did you mean grpc_port?"),
         ("port = ", "not TOML"),
-        ('location_ttl = "long"', "location_ttl = 'long'"),
-        ("location_ttl = 5\nmin_remaining = 10", "min_remaining"),
-        ("location_ttl = 20\nclaim_timeout = 30", "claim_timeout"),
-        ("[serve]\nport = 1", "serve is unknown"),
+        ('location_ttl = "long"', "kvplane.toml: location_ttl = 'long'"),
+        ("location_ttl = 5\nmin_remaining = 10", "--min-remaining (10 s) must be below --location-ttl (5 s)"),
+        (
+            "location_ttl = 20\nclaim_timeout = 30",
+            "--claim-timeout (30 s) must be below --location-ttl",
+        ),
+        ("[serve]\nport = 1", "[serve] is unknown: keys are flat"),
         ("port = 70000", "port = 70000"),
         ('path = "fast"', "path = 'fast'"),
         ("engine_lease = 0.5", "engine_lease = 0.5"),

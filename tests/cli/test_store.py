@@ -424,6 +424,26 @@ async def test_a_store_that_needs_newer_software_is_not_served_from(etcd_server:
     assert "it takes one that knows schema 9 or later, and this one knows 1" in err.decode().splitlines()[-1]
 
 
+async def test_a_replica_that_promises_other_durations_does_not_start_and_names_the_option(
+    etcd_server: EtcdServer,
+) -> None:
+    url = f"etcd://{etcd_server.endpoint}/cli-terms"
+    clock = SystemClock()
+    async with open_store(url, clock) as store:
+        server = ControlPlaneServer(store, clock, m.Settings())
+        await server.start("127.0.0.1:0")
+        process = await asyncio.create_subprocess_exec(
+            *(*PROGRAM, "serve", "--grpc-port", "0", "--store", url, "--claim-timeout", "20"),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, err = await asyncio.wait_for(process.communicate(), 60)
+        await server.stop(0)
+    assert process.returncode == 2
+    assert b"Traceback" not in err
+    assert b"task_failed" not in err
+    assert "kvplane: --claim-timeout 20: the replicas that run have 30" in err.decode().splitlines()[-1]
+
+
 async def test_a_control_plane_at_work_is_clean_and_not_purged_by_accident(etcd_server: EtcdServer) -> None:
     url = f"etcd://{etcd_server.endpoint}/cli-live"
     clock = SystemClock()

@@ -324,7 +324,7 @@ async def test_a_replica_that_promises_other_durations_does_not_run_next_to_othe
         await fleet.clock.advance(3.0)
         failed = [error for task in tasks if task.done() and (error := task.exception()) is not None]
         assert [type(error) for error in failed] == [TermsDifferError]
-        assert "claim_life 310 s here and 40 s there" in str(failed[0])
+        assert "--claim-timeout 300: the replicas that run have 30 (seconds)" in str(failed[0])
         with pytest.raises(StoreUnavailableError):
             other.mirror.require_fresh()
 

@@ -31,13 +31,13 @@ def test_memory_options() -> None:
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("", "has no scheme; allowed: memory:// and etcd://"),
+        ("", "has no scheme; allowed: memory://, etcd:// and etcd3://"),
         ("memory", "has no scheme"),
         ("memory:", "has no scheme"),
         ("://", "has no scheme"),
         ("localhost:2379", "has no scheme"),
         ("//memory", "has no scheme"),
-        ("redis://localhost", "unknown store scheme redis://; allowed: memory:// and etcd://"),
+        ("redis://localhost", "unknown store scheme redis://; allowed: memory://, etcd:// and etcd3://"),
         ("mem://", "unknown store scheme mem://"),
         ("memory://localhost", "takes no host"),
         ("memory:///kv", "takes no host, path"),

@@ -251,7 +251,7 @@ def load_config(
     except ValidationError as error:
         problem = error.errors()[0]
         name = str(problem["loc"][0]) if problem["loc"] else "configuration"
-        raise ConfigError(f"{_spelled(name, given, tables)}: {problem['msg'].lower()}") from None
+        raise ConfigError(f"{_spelled(name, given, tables, file)}: {problem['msg'].lower()}") from None
     except SettingsError as error:
         raise ConfigError(f"{error}".splitlines()[0]) from None
     _check_relations(config)
@@ -269,14 +269,14 @@ def toml_line(name: str, value: object) -> str:
     return f"# {name} is not set" if value is None else f"{name} = {json.dumps(value, ensure_ascii=False)}"
 
 
-def _spelled(name: str, given: Mapping[str, Any], tables: Mapping[str, Any]) -> str:
+def _spelled(name: str, given: Mapping[str, Any], tables: Mapping[str, Any], file: Path | None) -> str:
     """Return an option's name as the user wrote it."""
     if name in given:
         return f"--{name.replace('_', '-')} {given[name]}"
     variable = f"{ENV_PREFIX}{name.upper()}"
-    return (
-        f"{variable}={os.environ[variable]}" if variable in os.environ else f"{name} = {tables.get(name)!r}"
-    )
+    if variable in os.environ:
+        return f"{variable}={os.environ[variable]}"
+    return f"--config {file}: {name} = {tables[name]!r}" if name in tables else name
 
 
 def kubernetes_api(environment: Mapping[str, str] = os.environ) -> str | None:
@@ -313,7 +313,12 @@ def _check_file(file: Path) -> dict[str, Any]:
         raise ConfigError(f"--config {file}: {(error.strerror or 'cannot be read').lower()}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {file}: not TOML: {error}") from None
-    for name in tables:
+    for name, value in tables.items():
+        if name not in Config.model_fields and isinstance(value, dict):
+            raise ConfigError(
+                f"--config {file}: [{name}] is unknown: keys are flat, one file for all commands;"
+                " leave the section's line out"
+            )
         if name not in Config.model_fields:
             raise ConfigError(
                 f"--config {file}: {name} is unknown{_nearest(name, list(Config.model_fields))}"
@@ -324,11 +329,11 @@ def _check_file(file: Path) -> dict[str, Any]:
 def _check_relations(config: Config) -> None:
     if config.min_remaining >= config.location_ttl:
         raise ConfigError(
-            f"min_remaining ({config.min_remaining:g} s) must be below location_ttl"
+            f"--min-remaining ({config.min_remaining:g} s) must be below --location-ttl"
             f" ({config.location_ttl:g} s): otherwise no location is ever handed out"
         )
     if config.claim_timeout >= config.location_ttl:
         raise ConfigError(
-            f"claim_timeout ({config.claim_timeout:g} s) must be below location_ttl"
+            f"--claim-timeout ({config.claim_timeout:g} s) must be below --location-ttl"
             f" ({config.location_ttl:g} s)"
         )

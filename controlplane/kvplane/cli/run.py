@@ -54,7 +54,9 @@ def until_signalled(program: Program, config: Config) -> None:
     spare_the_old()
     try:
         uvloop.run(runner())
-    except (RouterStartError, SchemaError, SettingsError, StoreUrlError) as error:
+    except StoreUrlError as error:
+        raise StartError(f"--store: {error}") from None
+    except (RouterStartError, SchemaError, SettingsError) as error:
         raise StartError(str(error)) from None
 
 
@@ -105,7 +107,7 @@ async def _control_plane(config: Config) -> AsyncIterator[ControlPlaneServer]:
         max_conversations=config.max_conversations,
     )
     async with open_store(config.store, clock) as store:
-        log.info("store_opened", store=without_password(config.store), shared=store.shared)
+        log.info("store_chosen", store=without_password(config.store), shared=store.shared)
         server = ControlPlaneServer(store, clock, settings)
         try:
             try:
@@ -219,6 +221,8 @@ async def _until(stop: asyncio.Event, plane: ControlPlaneServer) -> None:
     finally:
         for task in waits:
             task.cancel()
+    if plane.refusal is not None:
+        raise StartError(str(plane.refusal))
     if plane.failed.is_set():
         raise StartError("a task of the control plane's failed, see the log; this is a fault of kvplane's")
 
@@ -235,11 +239,18 @@ async def route(config: Config, stop: asyncio.Event) -> None:
         await stop.wait()
 
 
+def _names_engines(config: Config) -> bool:
+    by_url = config.prefill or config.decode or config.prefill_dns or config.decode_dns
+    return bool(by_url or config.kubernetes_prefill or config.kubernetes_decode)
+
+
 async def up(config: Config, stop: asyncio.Event) -> None:
     """Run a control plane and a router that uses it."""
     async with (
         _control_plane(config) as plane,
         _routers(config, _joined(config.grpc_host, plane.port)) as http_port,
     ):
+        if not _names_engines(config):
+            log.info("engines_not_named", remedy="--prefill and --decode, or kvplane_endpoint on the engines")
         log.info("ready", http=f"http://{_joined(config.host, http_port)}", grpc_port=plane.port)
         await _until(stop, plane)

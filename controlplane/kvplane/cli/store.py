@@ -91,7 +91,9 @@ def _run(
         raise StartError("the store is full and refuses writes; see deploy/STORE.md, NOSPACE") from None
     except StoreError as error:
         raise StartError(f"the store cannot be used: {str(error) or type(error).__name__}") from None
-    except (SchemaError, StoreUrlError, NotEmptyError) as error:
+    except StoreUrlError as error:
+        raise StartError(f"--store: {error}") from None
+    except (SchemaError, NotEmptyError) as error:
         raise StartError(str(error)) from None
 
 

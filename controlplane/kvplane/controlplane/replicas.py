@@ -27,20 +27,28 @@ _ALIVE_MS = 5_000
 _FAR_MS = 10 * 366 * 86_400_000
 """A pulse that is further ahead than ten years is damaged."""
 _VERSION = version("kvplane")
+_OPTIONS = ("--claim-timeout", "--location-ttl", "--engine-lease")
+"""By which the members of Terms are set."""
 
 
 class TermsDifferError(SchemaError):
-    """This replica would promise other durations than those that run. One line that says which."""
+    """This replica would promise other durations than those that run. One line that says which.
 
-    def __init__(self, ours: m.Terms, theirs: m.Terms) -> None:
+    A claim's life has `claim_grace_s` in it, which is no option.
+    """
+
+    def __init__(self, ours: m.Terms, theirs: m.Terms, claim_grace_s: float) -> None:
+        less = (claim_grace_s, 0.0, 0.0)
         differing = [
-            f"{name.removesuffix('_ms')} {mine / 1000:g} s here and {other / 1000:g} s there"
-            for name, mine, other in zip(m.Terms._fields, ours, theirs, strict=True)
+            (option, mine / 1000 - off, other / 1000 - off)
+            for option, mine, other, off in zip(_OPTIONS, ours, theirs, less, strict=True)
             if mine != other
         ]
+        given = ", ".join(f"{option} {mine:g}" for option, mine, _ in differing)
+        running = ", ".join(f"{other:g}" for _, _, other in differing)
         super().__init__(
-            f"other replicas run on this store with other durations ({', '.join(differing)}): what one"
-            " promises a reader another would break; give all the same, stopping all of them to change it"
+            f"{given}: the replicas that run have {running} (seconds), and what one promises a reader another"
+            " would break; give all the same, stopping all of them to change it"
         )
 
 
@@ -56,6 +64,7 @@ class Replicas:
         self._ledger = ledger
         self._time = time
         self._every_s = settings.max_staleness_s / _PULSES_PER_BOUND
+        self._claim_grace_s = settings.claim_grace_s
         self._seen: dict[str, int] = {}
         self._terms = m.Terms(
             round(settings.claim_life_s * 1000),
@@ -95,8 +104,8 @@ class Replicas:
             self._time.heard(max(self._seen.values(), default=0))
             if len(self._ledger.mirror):
                 self._time.distrust()
-        if self._others_terms not in (None, self._terms):
-            raise TermsDifferError(self._terms, self._others_terms)
+        if self._others_terms is not None and self._others_terms != self._terms:
+            raise TermsDifferError(self._terms, self._others_terms, self._claim_grace_s)
         self._ledger.mirror.trust()
 
     def rank(self) -> int:

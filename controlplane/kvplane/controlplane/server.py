@@ -30,7 +30,7 @@ from kvplane.controlplane.mirror import Mirror
 from kvplane.controlplane.prefixes import Prefixes
 from kvplane.controlplane.releases import Releases
 from kvplane.controlplane.replicas import Replicas
-from kvplane.controlplane.schema import ensure_schema
+from kvplane.controlplane.schema import SchemaError, ensure_schema
 from kvplane.controlplane.touches import Touches
 from kvplane.controlplane.turns import Turns
 from kvplane.store.base import Store
@@ -138,7 +138,9 @@ class ControlPlaneServer:
         self._server: grpc.aio.Server | None = None
         self.port = 0
         self.failed = asyncio.Event()
-        """Set when one of its own tasks has failed: a fault of ours. It is not healthy from then on."""
+        """Set when one of its own tasks has failed: a fault of ours, or `refusal`. It is not healthy then."""
+        self.refusal: SchemaError | None = None
+        """Why it cannot work on this store, where that was not known before it has started."""
 
     async def start(self, address: str) -> int:
         """Listen on "host:port" (port 0: any) and return the port. Raises AddressInUseError, SchemaError.
@@ -203,7 +205,10 @@ class ControlPlaneServer:
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.critical("task_failed", task=task.get_name(), exc_info=error)
+            if isinstance(error, SchemaError):  # for an operator to mend: `start` raises it, or who waits
+                self.refusal = error
+            else:
+                log.critical("task_failed", task=task.get_name(), exc_info=error)
             self.failed.set()
 
     async def _watch_health(self) -> None:
@@ -217,7 +222,7 @@ class ControlPlaneServer:
             self.plane.mirror.require_fresh()
             async with asyncio.timeout(_HEALTH_DEADLINE_S):
                 await self.plane.store.get(b"health")
-            trouble = "a task failed" if self.failed.is_set() else ""
+            trouble = str(self.refusal or "a task failed") if self.failed.is_set() else ""
         except StoreError as error:
             trouble = str(error)
         except TimeoutError:

@@ -165,7 +165,7 @@ class RouterSettings:
         if not (self.decode_urls or self.decode_dns or by_label) and self.plane_address is None:
             raise SettingsError(
                 "--decode is missing: name a decode engine, such as --decode http://127.0.0.1:8200, "
-                "or a control plane where engines register"
+                "or with --plane HOST:PORT a control plane where engines register"
             )
         if self.plane_address is not None:
             try:

@@ -15,7 +15,7 @@ __all__ = ["StoreUrlError", "open_store", "without_password"]
 
 _MEMORY_PARAMETERS = ("history_revisions", "history_bytes")
 _MAX_DIGITS = 18
-_ALLOWED = "allowed: memory:// and etcd://"
+_ALLOWED = "allowed: memory://, etcd:// and etcd3://"
 
 
 def open_store(url: str, clock: Clock) -> Store:
