@@ -45,7 +45,18 @@ class PlainProxy:
         self._decode = decode
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
-        """Serve one request."""
+        """Serve one request; 502 where an engine cannot be reached or breaks off before it has answered."""
+        out = web.StreamResponse()
+        try:
+            return await self._serve(request, out)
+        except aiohttp.ClientError as error:
+            if not out.prepared:
+                return web.json_response({"error": {"message": f"an engine failed: {error}"}}, status=502)
+            if request.transport is not None:
+                request.transport.abort()  # so that the client can tell that the end is missing
+            return out
+
+    async def _serve(self, request: web.Request, out: web.StreamResponse) -> web.StreamResponse:
         body, headers = await request.json(), {"x-request-id": uuid.uuid4().hex}
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(600)) as http:
             async with http.post(
@@ -57,7 +68,8 @@ class PlainProxy:
             if answer.get("kv_transfer_params"):
                 body["kv_transfer_params"] = answer["kv_transfer_params"]
             async with http.post(self._decode + request.path, json=body, headers=headers) as reply:
-                out = web.StreamResponse(status=reply.status, headers={"content-type": reply.content_type})
+                out.set_status(reply.status)
+                out.headers["content-type"] = reply.content_type
                 await out.prepare(request)
                 async for chunk in reply.content.iter_any():
                     await out.write(chunk)

@@ -65,6 +65,7 @@ class Rig:
             self.events.append,
             monotonic=self.monotonic,
             sleep=self.sleep,
+            address=self.plane.address,
         )
 
     def start(self) -> None:
@@ -236,6 +237,7 @@ async def test_an_absent_plane_is_tried_again_soon_and_logged_once() -> None:
         "engine_registered",
         "control_plane_attached",
     ]
+    assert logs[0]["kvplane_address"] == plane.address
     await rig.close()
     await plane.stop()
 
@@ -284,6 +286,7 @@ async def test_a_loss_is_logged_once() -> None:
             await plane.start()
             await until(lambda: rig.session.attached)
         assert [entry["event"] for entry in logs] == ["control_plane_lost", "control_plane_attached"]
+        assert logs[0]["kvplane_address"] == plane.address
         await rig.close()
 
 

@@ -148,6 +148,9 @@ async def test_a_life_that_is_no_life_is_refused(ttl: str) -> None:
         status, body = await touch(r, b'{"ttl_s": %s}' % ttl.encode())
         assert (status, body["error"]["param"]) == (400, "ttl_s")
         assert (await touch(r, b"[]"))[0] == 400
+        status, body = await touch(r, b'{"ttl": 120, "ttl_s": 5}')
+        assert (status, body["error"]["param"]) == (400, "ttl")
+        assert "ttl_s" in body["error"]["message"]
         assert r.plane.touched == []
 
 

@@ -112,6 +112,8 @@ async def test_without_an_id_nothing_is_kept() -> None:
     async with rig(identity_sources=("conversation_id",)) as r:
         reply = await r.post(chat("hello", conversation=None))
         assert (reply.path, reply.reason, reply.reused) == ("cold", "no_conversation_id", "0")
+        # Nobody has looked how long it is.
+        assert not {"x-kvplane-new-tokens", "x-kvplane-expected-tokens"} & reply.headers.keys()
         assert "kvplane" not in r.d.requests[0]["kv_transfer_params"]
         assert not r.plane.locations
         assert not r.plane.calls["begin_turn"]

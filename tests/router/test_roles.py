@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
+
 from kvplane.client.model import EngineId, EngineRole, EngineSpec
+from tests.fakes.core import EngineConfig
+from tests.fakes.engine import FakeEngine
+from tests.fakes.plane import FakePlane
 from tests.router.rig import rig, until
 
 
@@ -15,6 +20,18 @@ async def test_engines_given_in_the_wrong_role_are_named() -> None:
             problems = (await response.json())["problems"]
         assert f"{r.p.url} is given with --prefill, but registered as a decode engine" in problems
         assert f"{r.d.url} is given with --decode, but registered as a prefill engine" in problems
+
+
+async def test_one_engine_in_both_roles_is_named_unless_it_registered_as_both() -> None:
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(FakeEngine(EngineConfig(EngineRole.DECODE), FakePlane()))
+        r = await stack.enter_async_context(rig(prefill_urls=(engine.url,), decode_urls=(engine.url,)))
+        async with r.http.get(f"{r.url}/ready") as response:
+            answer = await response.json()
+        assert answer["ready"]
+        assert any("named both as a prefill and as a decode engine" in line for line in answer["problems"])
+        await r.plane.register_engine(EngineSpec(EngineId("x"), EngineRole.BOTH, endpoint=engine.url))
+        await until(lambda: not r.router.pool.misplaced())
 
 
 async def test_what_an_engine_answers_to_is_not_narrowed_to_what_it_registered() -> None:

@@ -73,8 +73,10 @@ class EngineSession:
         monotonic: Callable[[], float],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         margin_s: float = 5.0,
+        address: str = "",
     ) -> None:
         self._client = client
+        self._where = {"kvplane_address": address} if address else {}
         self._spec = spec
         self._outbox = outbox
         self._on_event = on_event
@@ -305,7 +307,7 @@ class EngineSession:
             self.last_contact = self._monotonic()
         if was_attached and not self._closing and not self.fenced:
             self._trouble = cause
-            self._tell(_log.warning, "control_plane_lost", cause=cause)
+            self._tell(_log.warning, "control_plane_lost", cause=cause, **self._where)
         return was_attached
 
     def _report(self, trouble: str, error: Exception, **more: str) -> None:
@@ -318,6 +320,7 @@ class EngineSession:
             _log.warning,
             "control_plane_unreachable" if unavailable else "control_plane_refused",
             error=type(error).__name__ if more else str(error),
+            **self._where,
             **more,
         )
 

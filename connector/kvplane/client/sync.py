@@ -161,6 +161,7 @@ class EngineSessionThread:
             self._events.push,
             monotonic=self._monotonic,
             margin_s=self._margin_s,
+            address=self._address,
         )
         self._loop, self._stop, self._session = asyncio.get_running_loop(), stop, session
         if self._closed:

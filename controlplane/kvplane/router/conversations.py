@@ -17,6 +17,8 @@ from kvplane.router.settings import RouterSettings
 # aiohttp's own pattern leaves out braces.
 _ONE = "/v1/conversations/{conversation_id:[^/]+}"
 _MOST_S = 86_400
+_SHOWN = 64
+"""Characters of a member's name in an answer."""
 _NO_MODEL = "No decode engine answers yet: name the model, as in ?model=NAME."
 
 
@@ -93,7 +95,11 @@ class Conversations:
         return ConversationKey(tenant, model, conversation_id, adapter)
 
     def _ttl_s(self, raw: bytes) -> float:
-        value: Any = openai.parse_body(raw).get("ttl_s") if raw.strip() else None
+        body = openai.parse_body(raw) if raw.strip() else {}
+        if unknown := body.keys() - {"ttl_s"}:
+            name = min(unknown)[:_SHOWN]
+            raise openai.BadRequestError(f"{name!r} is unknown: the body has one member, ttl_s.", name)
+        value: Any = body.get("ttl_s")
         if value is None:
             return self._settings.tool_ttl_s
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

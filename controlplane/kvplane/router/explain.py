@@ -149,6 +149,7 @@ class Trail:
         """Return it all as JSON values. Conversations are hashed, tenants left out."""
         now = self._monotonic()
         decision, facts, key = self.decision, self.facts, self.key
+        estimated = facts is not None and facts.prompt_tokens > 0
         return {
             "request_id": self.request_id,
             "state": "running" if self.ended_at is None else "answered",
@@ -163,9 +164,9 @@ class Trail:
             "reason": self.reason,
             "status": self.status,
             "tokens": {
-                "prompt_estimated": facts.prompt_tokens if facts is not None else None,
+                "prompt_estimated": facts.prompt_tokens if estimated and facts is not None else None,
                 "held": facts.held_tokens if facts is not None else None,
-                "new_expected": decision.new_tokens if decision is not None else None,
+                "new_expected": decision.new_tokens if estimated and decision is not None else None,
                 "reuse_expected": decision.reused_tokens if decision is not None else None,
                 "reused": self.reused_tokens,
             },

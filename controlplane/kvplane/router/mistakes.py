@@ -12,13 +12,21 @@ if TYPE_CHECKING:
 
 
 def wrong_roles(roles: Iterable[tuple[Engine, EngineRole | None]]) -> list[str]:
-    """Return a line for each engine that is used in a role other than the one it registered, if it did."""
+    """Return a line for each engine that is used in a role other than the one it registered, if it did.
+
+    And for each that is named in both roles, unless it registered for both.
+    """
     lines = list[str]()
     for engine, role in roles:
         if engine.prefill and not engine.decode and role is EngineRole.DECODE:
             lines.append(f"{engine.url} is given with --prefill, but registered as a decode engine")
         elif engine.decode and not engine.prefill and role is EngineRole.PREFILL:
             lines.append(f"{engine.url} is given with --decode, but registered as a prefill engine")
+        elif engine.static and engine.prefill and engine.decode and role is not EngineRole.BOTH:
+            lines.append(
+                f"{engine.url} is named both as a prefill and as a decode engine, and has not registered as"
+                " both (kv_role kv_both): name it as a decode engine alone, which computes prompts itself"
+            )
     return lines
 
 

@@ -12,6 +12,7 @@ from kvplane.router import automatic, identity, openai
 from kvplane.router.api import Api
 from kvplane.router.bodies import Bodies
 from kvplane.router.choice import PrefillChoice
+from kvplane.router.deadline import check_timeout
 from kvplane.router.engine import Engine
 from kvplane.router.explain import Trail
 from kvplane.router.history import Trace, trace
@@ -110,7 +111,7 @@ class Turn:
             headers["x-kvplane-reason"] = self.reason
         if self.reused_tokens is not None:
             headers["x-kvplane-reused-tokens"] = str(self.reused_tokens)
-        if self.decision is not None:
+        if self.decision is not None and self.prompt_tokens:
             headers["x-kvplane-expected-tokens"] = str(self.decision.reused_tokens)
             headers["x-kvplane-new-tokens"] = str(self.decision.new_tokens)
         if self.turn_index:
@@ -152,6 +153,7 @@ class TurnPlanner:
         Raises BadRequestError, IdentityError, or what Bodies.read raises.
         """
         request = turn.request
+        check_timeout(request.headers)
         turn.body = body = openai.parse_body(await self._bodies.read(request))
         turn.headers = engine_headers(request.headers.items(), turn.request_id)
         mode = self._settings.path
