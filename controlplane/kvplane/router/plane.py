@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 _FAILURES_TO_OPEN = 2
 _MIN_HOLD_S, _MAX_HOLD_S = 0.5, 10.0
+_NEVER_ANSWERED = "it has not answered yet: --plane takes the gRPC port of kvplane serve, no HTTP server's"
 
 
 class TurnsClient(Protocol):
@@ -109,6 +110,7 @@ class Plane:
         self._failures = 0
         self._hold_s = _MIN_HOLD_S
         self._hold_until = 0.0
+        self._answered = False
         self._background: set[asyncio.Task[Any]] = set()
 
     @property
@@ -216,7 +218,7 @@ class Plane:
             log.exception("control_plane_call_broke", call=call)
             self._metrics.plane_calls.labels(call, "broken").inc()
             return None
-        self._failures = 0
+        self._failures, self._answered = 0, True
         self._hold_s = _MIN_HOLD_S
         self._metrics.plane_calls.labels(call, "ok").inc()
         return answer
@@ -230,7 +232,9 @@ class Plane:
         self._hold_until = self._monotonic() + self._hold_s
         # A plane that answers polls but not requests is asked ever less often.
         self._hold_s = min(_MAX_HOLD_S, self._hold_s * 2)
-        log.warning("control_plane_unavailable", problem=problem)
+        # An HTTP server's port is a mistake that gRPC's words do not tell.
+        hint = {} if self._answered else {"hint": _NEVER_ANSWERED}
+        log.warning("control_plane_unavailable", problem=problem, **hint)
 
     async def poll(self) -> Sequence[Engine] | None:
         """Ask for the registry once and note whether the plane is there; None if it is not."""
@@ -242,6 +246,7 @@ class Plane:
             self._failures = max(self._failures, _FAILURES_TO_OPEN - 1)
             self._note_failure(f"{type(error).__name__}: {error}")
             return None
+        self._answered = True
         if not self._open:
             self._metrics.plane_up.set(1)
         elif self._monotonic() >= self._hold_until:
