@@ -7,14 +7,17 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import pytest
+from structlog.testing import capture_logs
 
+from kvplane.cli.run import StartError, _until
 from kvplane.controlplane import keys, records
 from kvplane.controlplane import model as m
+from kvplane.controlplane import server as server_module
 from kvplane.controlplane.errors import StaleEpochError, SupersededStreamError
 from kvplane.controlplane.fleet_time import FleetTime
 from kvplane.controlplane.replicas import TermsDifferError
 from kvplane.controlplane.schema import read_schema
-from kvplane.controlplane.server import ControlPlane
+from kvplane.controlplane.server import ControlPlane, ControlPlaneServer
 from kvplane.store.base import Delete, KeyValue, Put
 from kvplane.store.errors import StoreFullError, StoreUnavailableError
 from kvplane.store.memory import MemoryStore
@@ -327,6 +330,22 @@ async def test_a_replica_that_promises_other_durations_does_not_run_next_to_othe
         assert "--claim-timeout 300: the replicas that run have 30 (seconds)" in str(failed[0])
         with pytest.raises(StoreUnavailableError):
             other.mirror.require_fresh()
+
+
+async def test_other_durations_that_are_found_late_are_no_fault_of_ours(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "_FIRST_READ_S", 0.0)
+    server = ControlPlaneServer(
+        SharedStore(fleet.memory), fleet.clock, m.Settings(claim_timeout_s=300, engine_lease_s=5)
+    )
+    with capture_logs() as logs:
+        await server.start("127.0.0.1:0")
+        await fleet.clock.advance(3.0)
+        with pytest.raises(StartError, match=r"--claim-timeout 300, --engine-lease 5: .* have 30, 10 "):
+            await _until(asyncio.Event(), server)
+        await server.stop(0)
+    assert "task_failed" not in [line["event"] for line in logs]
 
 
 async def test_a_store_that_was_emptied_gets_its_schema_again(fleet: Fleet) -> None:
