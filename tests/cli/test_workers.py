@@ -125,6 +125,18 @@ async def test_a_worker_that_dies_is_started_again_and_what_it_counted_stays() -
         assert [await router.served() for _ in range(4)] == [41.0] * 4
 
 
+async def test_a_worker_that_hangs_is_replaced() -> None:
+    async with decode_engine() as engine, fleet("--decode", engine.url) as router:
+        stuck = router.pids[1]
+        os.kill(stuck, signal.SIGSTOP)
+        died = (await router.logged("worker_died"))[0]
+        assert died["worker"] == 1
+        assert "no sign of life" in str(died["problem"])
+        await router.logged("worker_started", 3)
+        assert router.pids[1] != stuck
+        assert await asyncio.gather(*(router.chat() for _ in range(20))) == [200] * 20
+
+
 async def test_streams_finish_when_the_parent_is_told_to_stop() -> None:
     async with decode_engine(token_gap_s=0.05) as engine, fleet("--decode", engine.url) as router:
         async with (

@@ -110,6 +110,16 @@ async def test_case_40_a_router_told_to_stop_during_a_claim_finishes_the_turn() 
         assert not r.plane.claims
 
 
+async def test_a_stream_that_outlasts_the_drain_is_cut_then_and_not_after_twice_the_time() -> None:
+    async with rig(drain_timeout_s=2.0) as r:
+        r.d.gate.clear()
+        task = asyncio.create_task(stream(r, chat("hello")))
+        await until(lambda: r.d.requests)
+        async with asyncio.timeout(3.5):
+            await r.router.stop()
+        assert await task in [(200, False), (0, False)]
+
+
 async def test_case_40_a_drain_during_a_prefill_that_hangs_is_bounded() -> None:
     async with rig(drain_timeout_s=0.2) as r:
         await r.say(long_text(200))

@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from kvplane.router import openai
+from kvplane.router.admission import AdmissionLimits
 from kvplane.router.forms import _MODEL
 from tests.router.rig import CHAT, Rig, chat, rig, until
+from tests.router.stub import Answer, Stub, front
 
 MB = 1_000_000
 BAD = (b"HTTP/1.1 400 ", b"HTTP/1.0 400 ")
@@ -224,3 +226,32 @@ async def test_unknown_encodings_are_4xx() -> None:
         for encoding in ("br", "zstd", "deflate"):
             said = await raw(r, head(f"Content-Encoding: {encoding}", "Content-Length: 4") + b"\xff\0no")
             assert said.startswith(BAD)
+
+
+async def test_clients_that_do_not_say_what_they_want_take_no_place() -> None:
+    async with unharmed(admission=AdmissionLimits(max_requests=1)) as r:
+        writers = []
+        for _ in range(4):
+            _, writer = await asyncio.open_connection("127.0.0.1", r.router.port)
+            writer.write(head("Content-Type: application/json", "Content-Length: 100"))
+            writers.append(writer)
+        await until(lambda: len(r.router._bodies._by_request) == 4)
+        assert (await r.post(chat("hello"))).status == 200
+        for writer in writers:
+            writer.close()
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/embeddings"])
+async def test_a_client_that_stops_reading_holds_no_engine_up(path: str) -> None:
+    event = (
+        b'data: {"id": "x", "choices": [{"index": 0, "delta": {"content": "' + b"a" * 100_000 + b'"}}]}\n\n'
+    )
+    async with front(Stub(Answer(event * 200, events=True)), send_timeout_s=0.2) as f:
+        body = json.dumps(chat("hi") | {"stream": True, "input": "hi"}).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", f.router.port, limit=1024)
+        writer.write(head(f"Content-Length: {len(body)}", path=path) + body)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        (engine,) = f.router.pool.engines
+        assert engine.outstanding == 1
+        await until(lambda: engine.outstanding == 0 and f.router._admission.requests == 0)
+        writer.close()

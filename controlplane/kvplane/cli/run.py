@@ -23,6 +23,7 @@ from kvplane.router.admission import AdmissionLimits
 from kvplane.router.app import RouterServer, RouterStartError
 from kvplane.router.health import HealthLimits
 from kvplane.router.policy import PathMode, Thresholds
+from kvplane.router.resources import raise_file_limit, too_few_files
 from kvplane.router.settings import KubernetesSettings, RouterSettings, SettingsError
 from kvplane.router.siblings import Siblings
 from kvplane.store.clock import SystemClock
@@ -52,6 +53,7 @@ def until_signalled(program: Program, config: Config) -> None:
         log.info("stopped")
 
     spare_the_old()
+    raise_file_limit()
     try:
         uvloop.run(runner())
     except StoreUrlError as error:
@@ -191,6 +193,8 @@ async def router(
     config: Config, plane_address: str | None, siblings: Siblings | None = None
 ) -> AsyncIterator[int]:
     """Run a router, alone or as one of several; gives its port."""
+    if problem := too_few_files(config.max_requests):
+        log.warning("too_few_files", problem=problem)
     server = RouterServer(
         _router_settings(config, plane_address), owner=f"router-{secrets.token_hex(8)}", siblings=siblings
     )

@@ -1,7 +1,8 @@
 """One of several router processes, started by `workers.py` with its end of a socket as the only argument.
 
-It reads one line of JSON there (what to run), answers `ready`, or why not, and drains when the other end
-is gone: a parent that was killed leaves nobody behind.
+It reads one line of JSON there (what to run), answers `ready`, or why not, sends an empty line every few
+seconds as a sign of life, and drains when the other end is gone: a parent that was killed leaves nobody
+behind.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ import structlog
 from kvplane.cli import run
 from kvplane.cli.config import Config
 from kvplane.cli.logs import configure_logs
+from kvplane.cli.workers import BEAT_S
 from kvplane.router.siblings import Siblings
+
+
+async def beat(writer: asyncio.StreamWriter) -> None:
+    """Say again and again that this worker's event loop goes round."""
+    while True:
+        await asyncio.sleep(BEAT_S)
+        writer.write(b"\n")
 
 
 def main() -> int:
@@ -37,11 +46,12 @@ def main() -> int:
             async with run.router(config, config.plane, siblings):
                 reader, writer = await asyncio.open_unix_connection(sock=parent)
                 writer.write(b"ready\n")
+                beats = asyncio.create_task(beat(writer))
                 waits = [asyncio.create_task(stop.wait()), asyncio.create_task(reader.read())]
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                for wait in waits:
-                    wait.cancel()
-                await asyncio.gather(*waits, return_exceptions=True)
+                for task in (*waits, beats):
+                    task.cancel()
+                await asyncio.gather(*waits, beats, return_exceptions=True)
                 writer.close()
 
         try:

@@ -26,10 +26,27 @@ WORKER = (sys.executable, "-P", "-m", "kvplane.cli.worker")
 _START_S = 60.0
 _STOP_S = 10.0
 """After the drain time: to close what is open."""
+BEAT_S = 2.0
+"""How often a worker says that it lives."""
+_SILENT_S = 15.0
+"""A worker that has not said so for that long is stuck, with its part of the port's connections."""
 _FIRST_BACKOFF_S = 0.5
 _MOST_BACKOFF_S = 30.0
 _PROVEN_S = 30.0
 """A worker that lived so long had no trouble starting."""
+
+
+async def _lives(reader: asyncio.StreamReader) -> bool:
+    """Wait until a worker drains or ends; False if it falls silent before."""
+    while True:
+        try:
+            async with asyncio.timeout(_SILENT_S):
+                if not await reader.readline():
+                    return True
+        except TimeoutError:
+            return False
+        except ConnectionError:
+            return True
 
 
 def share(limit: int, workers: int) -> int:
@@ -110,7 +127,8 @@ class Workers:
             if process.returncode is None:
                 process.terminate()
         if self._tasks:
-            _, late = await asyncio.wait(self._tasks, timeout=self._config.drain_timeout + _STOP_S)
+            drain_s = self._config.drain_grace + self._config.drain_timeout
+            _, late = await asyncio.wait(self._tasks, timeout=drain_s + _STOP_S)
             for process in self._processes.values():
                 if process.returncode is None:
                     log.warning("worker_killed", pid=process.pid)
@@ -180,6 +198,9 @@ class Workers:
                 if not ready.done():
                     ready.set_result(None)
                 log.info("worker_started", worker=number, pid=process.pid)
+                if not await _lives(reader):
+                    said = f"it gave no sign of life for {_SILENT_S:g} s"
+                    process.kill()
             code = await process.wait()
             return said or (f"killed by signal {-code}" if code < 0 else f"it ended with status {code}")
         finally:

@@ -78,24 +78,37 @@ class Admission:
         """Under way, those that wait included."""
         self.queued = 0
         """Those that wait for a place on an engine."""
+        self._idle = asyncio.Event()
+        self._idle.set()
 
-    async def __aenter__(self) -> Self:
+    def check(self) -> None:
+        """Raise OverloadedError if one more request would not be taken on now."""
         most = self._limits.max_requests
         if most and self.requests >= most:
             raise OverloadedError(
                 f"The router has {most} requests under way; try again later.", 429, self.retry_after_s()
             )
+
+    async def __aenter__(self) -> Self:
+        self.check()
         self.requests += 1
+        self._idle.clear()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.requests -= 1
+        if not self.requests:
+            self._idle.set()
         now = self._monotonic()
         if self._ended_at is not None:
             self._between_ends_s += (now - self._ended_at - self._between_ends_s) * _WEIGHT
         self._ended_at = now
+
+    async def until_idle(self) -> None:
+        """Wait until no request is under way."""
+        await self._idle.wait()
 
     def retry_after_s(self) -> int:
         """Return after how many seconds those that wait now will probably have been served: 1 to 60."""

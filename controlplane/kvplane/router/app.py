@@ -54,6 +54,8 @@ _KEEPALIVE_S = 4.0
 """vLLM closes idle connections after 5 s; one that closes as we write costs a retry."""
 
 _GAUGES_EVERY_S = 1.0
+_CUT_S = 0.5
+"""At the end of a drain, for what is written already; aiohttp takes up to twice that."""
 _LINGER_S = 2.0
 """How long the rest of a refused body is read, so that the client hears why."""
 
@@ -286,7 +288,7 @@ class RouterServer:
             keepalive_timeout=settings.keepalive_timeout_s,
             lingering_time=_LINGER_S,
             logger=_http_log(),
-            shutdown_timeout=settings.drain_timeout_s,
+            shutdown_timeout=_CUT_S,
         )
         await self._runner.setup()
         site = web.TCPSite(
@@ -305,6 +307,19 @@ class RouterServer:
         self._settled = True
         log.info("router_started", host=settings.host, port=self.port, path=str(settings.path))
 
+    async def _drain(self, runner: web.AppRunner) -> None:
+        """Take nothing new, and wait for the requests under way as long as they may take."""
+        for site in tuple(runner.sites):
+            await site.stop()
+        await asyncio.sleep(0)  # Requests that are there already begin.
+        if runner.server is not None:
+            runner.server.pre_shutdown()  # Connections end with the request they carry.
+        try:
+            async with asyncio.timeout(self.settings.drain_timeout_s):
+                await self._admission.until_idle()
+        except TimeoutError:
+            log.warning("requests_cut_off", requests=self._admission.requests)
+
     async def stop(self) -> None:
         """Stop accepting, let requests under way finish within `drain_timeout_s`, then close. Idempotent.
 
@@ -315,6 +330,7 @@ class RouterServer:
             if first and self._settled and self.settings.drain_grace_s:
                 log.info("router_draining", grace_s=self.settings.drain_grace_s)
                 await asyncio.sleep(self.settings.drain_grace_s)
+            await self._drain(self._runner)
             await self._runner.cleanup()
             self._runner = None
         for task in self._tasks:

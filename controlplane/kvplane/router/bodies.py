@@ -9,7 +9,7 @@ from aiohttp import web
 from kvplane.router.admission import OverloadedError
 
 _SMALL = 64 * 1024
-"""Smaller bodies are not counted: their number is bounded by that of requests."""
+"""Smaller bodies that came with their headers are not counted: their requests are."""
 _ENCODINGS = ("", "identity", "gzip", "deflate", "br", "zstd")
 """Of a body, as the server unpacks them; what it has no library for it cannot decode."""
 
@@ -23,10 +23,10 @@ class BodyError(Exception):
 
 
 class Bodies:
-    """Reads bodies. Those that are large are counted together until their requests are done.
+    """Reads bodies. Those that are large, or not there yet, are counted until their requests are done.
 
     `max_bytes` bounds one (decompressed), `timeout_s` the time from its headers to its end, `budget_bytes`
-    all of the large ones that are under way.
+    all that are counted.
     """
 
     def __init__(self, *, max_bytes: int, timeout_s: float, budget_bytes: int) -> None:
@@ -35,7 +35,7 @@ class Bodies:
         self._budget_bytes = budget_bytes
         self._by_request: dict[int, int] = {}
         self.held_bytes = 0
-        """Of large bodies under way."""
+        """Of bodies that are counted."""
 
     async def read(self, request: web.Request) -> bytes:
         """Return a request's body.
@@ -75,10 +75,10 @@ class Bodies:
 
     def _hold(self, request: web.Request, size: int) -> None:
         held = self._by_request.get(id(request), 0)
-        if size <= max(held, _SMALL):
+        if size <= held:
             return
         if self.held_bytes - held + size > self._budget_bytes:
-            raise OverloadedError("Too many large requests are under way; try again later.", 503, 1)
+            raise OverloadedError("Too many bytes of requests are under way; try again later.", 503, 1)
         self.held_bytes += size - held
         self._by_request[id(request)] = size
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+import aiohttp
 from yarl import URL
 
 from kvplane.router.health import Health
@@ -42,6 +43,10 @@ class Engine:
     """Which choice it was last; larger is later."""
     waits: set[asyncio.Timeout] = field(default_factory=set)
     """Of requests that have no byte of an answer from it yet."""
+    streams: set[aiohttp.ClientResponse] = field(default_factory=set)
+    """Answers that it has begun and not ended."""
+    down_since: float = 0.0
+    """When it went down, by the pool's clock; of no meaning while it is up."""
     health: Health = field(default_factory=Health)
     """What its answers to requests say."""
     timeouts: int = 0
@@ -60,6 +65,11 @@ class Engine:
     def serves_like(self, other: Engine) -> bool:
         """Tell whether both serve a model in common, as far as is known."""
         return not self.models or not other.models or bool(self.models & other.models)
+
+    def cut_streams(self) -> None:
+        """End what it has begun to answer, as if it had closed its connections."""
+        for response in tuple(self.streams):
+            response.close()
 
     def leave_waits(self, now: float) -> None:
         """Have the requests that wait for it wait no longer; `now` is the event loop's time."""

@@ -27,8 +27,10 @@ from kvplane.router.openai import BadRequestError, drop_params, dump, parse_json
 from kvplane.router.places import line
 from kvplane.router.pool import EnginePool
 from kvplane.router.replies import StreamGuard, UnreadableEventError, scrubbed
+from kvplane.router.resources import exhausted, overloaded
 from kvplane.router.response_id import engine_tag, read_response_id
 from kvplane.router.responses import Responses
+from kvplane.router.sending import ClientStalledError, finish, send
 from kvplane.router.settings import RouterSettings
 from kvplane.router.shapes import path_error
 from kvplane.router.upstream import client_headers, engine_headers, unusable
@@ -122,8 +124,13 @@ class Passing:
         limits = deadline(request.headers, self._settings.request_timeout_s)
         call = _Call(request, asyncio.get_running_loop().time(), limits.whole_s)
         try:
-            async with self._admission, asyncio.timeout(limits.begin_s) as call.patience:
-                return await serve(call)
+            async with asyncio.timeout(limits.begin_s) as call.patience:
+                self._admission.check()
+                if request.method == "POST" and request.can_read_body:
+                    call.raw = await self._bodies.read(request)
+                # Clients that are slow to say what they want take nobody's place.
+                async with self._admission:
+                    return await serve(call)
         except OverloadedError as error:
             self._metrics.overloaded.labels(str(error.status)).inc()
             return _error(request, str(error), error.status, retry_after_s=error.retry_after_s)
@@ -143,7 +150,7 @@ class Passing:
             self._bodies.done(request)
 
     async def _passed(self, call: _Call) -> web.StreamResponse:
-        model, call.raw = _model_of(call.request, await self._bodies.read(call.request))
+        model, call.raw = _model_of(call.request, call.raw or b"")
         return await self._to_one_of(call, f"passed {model}", lambda: self._fit(model))
 
     def _fit(self, model: str) -> list[Engine]:
@@ -250,6 +257,8 @@ class Passing:
             aiohttp.InvalidURL,
             UnicodeError,  # a host name that IDNA cannot encode
         ) as error:
+            if exhausted(error):
+                raise overloaded(error) from error
             self._pool.failed(engine, str(error))
             raise _NeverSentError from error
         except TimeoutError as error:
@@ -274,14 +283,20 @@ class Passing:
             call.patience.reschedule(None if limit is None else call.arrived + limit)
         try:
             await out.prepare(call.request)
-            guard = StreamGuard(_RESPONSES)
+            guard, limit_s = StreamGuard(_RESPONSES), self._settings.send_timeout_s
             async for chunk in response.content.iter_any():
                 if passed := guard.passed(chunk):
-                    await out.write(passed)
+                    await send(out, call.request, passed, limit_s)
             if passed := guard.rest():
-                await out.write(passed)
-            await out.write_eof()
-        except (aiohttp.ClientError, TimeoutError, OSError, UnreadableEventError) as error:
+                await send(out, call.request, passed, limit_s)
+            await finish(out, call.request, limit_s)
+        except (
+            aiohttp.ClientError,
+            TimeoutError,
+            OSError,
+            UnreadableEventError,
+            ClientStalledError,
+        ) as error:
             problem = f"{type(error).__name__}: {error}"
             log.warning("answer_broken", engine=engine.url, path=call.request.path, problem=problem)
             cut_off(call.request)

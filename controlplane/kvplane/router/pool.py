@@ -21,6 +21,9 @@ from kvplane.router.settings import SettingsError, engine_url
 
 log = structlog.get_logger("kvplane.router")
 
+_SILENT_STREAM_S = 30.0
+"""After so long without an answer to a probe, an engine is not coming back with the rest of its streams."""
+
 
 class EnginePool:
     """Keeps the engines' state; `run` probes them until cancelled.
@@ -354,6 +357,7 @@ class EnginePool:
         """Take an engine out of rotation at once; a probe, due at once, brings it back."""
         if engine.up:
             log.warning("engine_went_down", engine=engine.url, problem=problem)
+            engine.down_since = self._monotonic()
         engine.up = False
         engine.verifies = None
         engine.probe_at = 0.0
@@ -370,10 +374,16 @@ class EnginePool:
         self._settled = True
 
     def _went_down(self, engine: Engine) -> None:
-        """Have requests that wait for a silent engine try another one, if there is one."""
+        """Have requests that wait for a silent engine try another one, if there is one.
+
+        Streams that it has begun are given up when it has been down for long.
+        """
         others = [other for other in self.engines if other is not engine and other.up]
         if any(other.decode if engine.decode else other.prefill or other.decode for other in others):
             engine.leave_waits(asyncio.get_running_loop().time())
+        if engine.streams and self._monotonic() - engine.down_since >= _SILENT_STREAM_S:
+            log.error("streams_given_up", engine=engine.url, streams=len(engine.streams))
+            engine.cut_streams()
 
     def refused_keys(self) -> list[str]:
         """Return a line for each engine that does not say what it serves since it wants an API key."""

@@ -13,6 +13,7 @@ from kvplane.router import openai
 from kvplane.router.engine import Engine
 from kvplane.router.keys import EngineKeys
 from kvplane.router.mistakes import refused_key
+from kvplane.router.resources import exhausted
 
 log = structlog.get_logger("kvplane.router")
 
@@ -112,10 +113,13 @@ class Prober:
             engine.timeouts += 1
             problem = "GET /health timed out" if engine.timeouts >= 2 or not engine.up else ""
         except (aiohttp.ClientError, OSError, UnicodeError) as error:
+            if exhausted(error):
+                return  # That says nothing of the engine.
             problem = f"{type(error).__name__}: {error}"
         if problem:
             if engine.up:
                 log.warning("engine_went_down", engine=engine.url, problem=problem)
+                engine.down_since = self._monotonic()
             engine.up, engine.verifies = False, None
             self._on_down(engine)
         elif not engine.timeouts and not engine.up:

@@ -25,9 +25,10 @@ from kvplane.router.lessons import Lessons
 from kvplane.router.metrics import RouterMetrics
 from kvplane.router.places import DecodePlaces, line
 from kvplane.router.plane import Plane
-from kvplane.router.policy import Path
+from kvplane.router.policy import Path, PathMode
 from kvplane.router.pool import EnginePool
 from kvplane.router.replies import StreamGuard, ToolCallScan, UnreadableEventError
+from kvplane.router.sending import ClientStalledError, finish, send
 from kvplane.router.settings import RouterSettings
 from kvplane.router.turn import Turn, TurnPlanner
 from kvplane.router.upstream import (
@@ -136,8 +137,18 @@ class TurnServer:
         limits = deadline(turn.request.headers, self._settings.request_timeout_s)
         turn.whole_s = limits.whole_s
         try:
-            async with self._admission, asyncio.timeout(limits.begin_s) as turn.patience:
-                return await self._answer(turn)
+            async with asyncio.timeout(limits.begin_s) as turn.patience:
+                self._admission.check()
+                mode = await self._planner.read(turn)
+                # Clients that are slow to say what they want take nobody's place.
+                async with self._admission:
+                    return await self._answer(turn, mode)
+        except openai.BadRequestError as error:
+            return error_answer(turn, str(error), 400, param=error.param)
+        except identity.IdentityError as error:
+            return error_answer(turn, str(error), 400, param=error.field)
+        except BodyError as error:
+            return error_answer(turn, str(error), error.status)
         except OverloadedError as error:
             turn.reason = "overloaded"
             self._metrics.overloaded.labels(str(error.status)).inc()
@@ -152,15 +163,7 @@ class TurnServer:
                 self._cut(turn, turn.decoder, "the request's time is over")
             return turn.out
 
-    async def _answer(self, turn: Turn) -> web.StreamResponse:
-        try:
-            mode = await self._planner.read(turn)
-        except openai.BadRequestError as error:
-            return error_answer(turn, str(error), 400, param=error.param)
-        except identity.IdentityError as error:
-            return error_answer(turn, str(error), 400, param=error.field)
-        except BodyError as error:
-            return error_answer(turn, str(error), error.status)
+    async def _answer(self, turn: Turn, mode: PathMode) -> web.StreamResponse:
         await self._planner.decide(turn, mode)
         try:
             return await self._run(turn)
@@ -391,6 +394,7 @@ class TurnServer:
             finally:
                 engine.ahead_tokens -= work
             turn.trail.first_byte()
+            engine.streams.add(response)
             try:
                 if response.content_type == "text/event-stream":
                     self._lessons.began(turn, engine, ahead, self._monotonic() - sent)
@@ -399,6 +403,7 @@ class TurnServer:
             finally:
                 # Returns a finished connection to the pool and cuts any other: the engine stops at once.
                 response.close()
+                engine.streams.discard(response)
         finally:
             self._pool.end(engine)
 
@@ -414,20 +419,25 @@ class TurnServer:
             turn.patience.reschedule(None if limit is None else turn.arrived + limit)
         calls = ToolCallScan()
         guard = StreamGuard(turn.api, self._cached_in_stream(turn))
+        limit_s = self._settings.send_timeout_s
         try:
             await out.prepare(turn.request)
             calls.see(first)
             if passed := guard.passed(first):
-                await out.write(passed)
+                await send(out, turn.request, passed, limit_s)
             async for chunk in response.content.iter_any():
                 calls.see(chunk)
                 if passed := guard.passed(chunk):
-                    await out.write(passed)
+                    await send(out, turn.request, passed, limit_s)
             if passed := guard.rest():
-                await out.write(passed)
+                await send(out, turn.request, passed, limit_s)
             if calls.found:
                 self._await_tools(turn)
-            await out.write_eof()
+            await finish(out, turn.request, limit_s)
+        except ClientStalledError as error:
+            self._metrics.disconnects.inc()
+            self._cut(turn, engine, str(error))
+            return out
         except UnreadableEventError as error:
             self._cut(turn, engine, str(error))
             return out

@@ -152,7 +152,9 @@ class RouterSettings:
     body_timeout_s: float = 60.0
     """Longest from a request's headers to the end of its body."""
     body_budget_bytes: int = 512 * 1024 * 1024
-    """All bodies above 64 KiB of requests that are under way."""
+    """All bodies of requests that are under way, but for small ones that came with their headers."""
+    send_timeout_s: float = 60.0
+    """Longest that a stream waits for a client that takes no more of it."""
     keepalive_timeout_s: float = 75.0
     """Longest that a connection waits for a request's headers: its first, or the next."""
 
@@ -193,6 +195,7 @@ class RouterSettings:
             "max_body_bytes",
             "body_timeout_s",
             "body_budget_bytes",
+            "send_timeout_s",
             "keepalive_timeout_s",
         ):
             if getattr(self, name) <= 0:

@@ -17,6 +17,7 @@ from kvplane.router.engine import Engine
 from kvplane.router.openai import Body
 from kvplane.router.pool import EnginePool
 from kvplane.router.replies import holds_private, scrub, scrubbed
+from kvplane.router.resources import exhausted, overloaded
 
 _HOP_BY_HOP = frozenset(
     {
@@ -210,6 +211,8 @@ class Upstream:
             aiohttp.InvalidURL,
             UnicodeError,  # a host name that IDNA cannot encode
         ) as error:
+            if exhausted(error):
+                raise overloaded(error) from error
             self._pool.failed(engine, str(error))
             raise NeverSentError(engine, str(error)) from error
         except (aiohttp.ClientError, OSError) as error:

@@ -1,0 +1,45 @@
+"""What a router runs out of itself: not a fault of the engine whose turn it was."""
+
+from __future__ import annotations
+
+import errno
+import resource
+
+import aiohttp
+
+from kvplane.router.admission import OverloadedError
+
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_OTHER_FILES = 128
+_MOST_FILES = 1 << 20
+
+
+def exhausted(error: BaseException) -> bool:
+    """Tell whether a connection failed for want of something that this process or machine has run out of."""
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    return isinstance(cause, OSError) and cause.errno in _EXHAUSTED
+
+
+def overloaded(error: BaseException) -> OverloadedError:
+    """Return what a request is told for which nothing was left."""
+    return OverloadedError(f"The router has run out of resources ({error}); try again later.", 503, 1)
+
+
+def raise_file_limit() -> None:
+    """Have this process use as many files as it is allowed to."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def too_few_files(max_requests: int) -> str | None:
+    """Return what is wrong if this process may not open enough files for so many requests (0: no bound)."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * max_requests + _OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed or not max_requests:
+        return None
+    return (
+        f"this process may open {soft} files, and {max_requests} requests (--max-requests) need {needed}:"
+        " raise the limit (ulimit -n, LimitNOFILE=)"
+    )
