@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -216,6 +217,16 @@ async def test_a_clients_deadline_ends_its_request_on_the_engines(header: str, l
         reply = await r.post(chat("hello"), headers={header: "0.2"})
         assert (reply.status, reply.reason) == (504, "deadline")
         await until(lambda: engine.aborted == 1)
+
+
+@pytest.mark.parametrize("to", [CHAT, "/tokenize"])
+async def test_a_limit_that_is_no_number_is_refused(to: str) -> None:
+    async with rig() as r:
+        reply = await r.post(chat("hello"), to=to, headers={"x-request-timeout": "30s"})
+        assert reply.status == 400
+        assert "x-request-timeout must be a number of seconds" in json.dumps(reply.body)
+        for harmless in ("none", "", "1e3"):
+            assert (await r.post(chat("hello"), headers={"x-request-timeout": harmless})).status == 200
 
 
 async def test_the_routers_own_deadline_cuts_a_stream_so_that_it_shows() -> None:

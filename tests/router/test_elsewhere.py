@@ -105,7 +105,8 @@ async def test_a_model_that_a_prefill_engine_no_longer_serves_is_computed_withou
 async def test_a_model_that_nobody_serves_is_one_404_and_nobody_is_asked_what_he_serves() -> None:
     engines = [serves(Stub(BUSY, "a")), serves(Stub(BUSY, "a"))]
     async with front(*engines, probe_interval_s=60) as f:
-        assert (await f.post(model="c")).status == 404
+        reply = await f.post(model="c")
+        assert (reply.status, reply.reason) == (404, "model_not_served")
         assert sum(engine.asked for engine in engines) == 1
         assert [engine.listed for engine in engines] == [1, 1]
         for engine in engines:

@@ -128,7 +128,7 @@ async def test_no_decode_engine_is_a_503_that_says_when_to_come_back() -> None:
     async with rig() as r:
         await r.d.stop()
         reply = await r.post(chat("hello"))
-        assert reply.status == 503
+        assert (reply.status, reply.reason) == (503, "decode_unreachable")
         assert reply.headers["retry-after"] == "1"
         assert "decode engine" in reply.body["error"]["message"]
 

@@ -140,9 +140,10 @@ async def test_very_nested_json_is_a_400(depth: int, to: str) -> None:
         # In an object, so that one less is allowed.
         body = {**chat("x"), "kv_transfer_params": 1, "tools": "here"}
         reply = await r.post(json.dumps(body).encode().replace(b'"here"', nested(depth)), to=to)
-        assert reply.status == (200 if depth == 255 else 400)
-        if depth > 255:
-            assert "nested too deeply" in reply.body["error"]["message"]
+        # A touch takes nothing but ttl_s, so it refuses this one too, for what it has.
+        flat = 400 if to.endswith("/touch") else 200
+        assert reply.status == (flat if depth == 255 else 400)
+        assert ("nested too deeply" in json.dumps(reply.body)) is (depth != 255)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-32-be"])

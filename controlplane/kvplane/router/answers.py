@@ -29,6 +29,8 @@ def error_answer(
 
 def passed_on(turn: Turn, answer: EngineAnswer) -> web.StreamResponse:
     """Return what an engine answered, which is no completion."""
+    if answer.lacks(turn.model):
+        turn.went_cold("model_not_served")
     headers = {**answer.headers, **turn.answer_headers()}
     if answer.status in (429, 503) and not any(name.lower() == "retry-after" for name in headers):
         headers["Retry-After"] = "1"

@@ -19,7 +19,7 @@ from yarl import URL
 from kvplane.router.admission import Admission, OverloadedError
 from kvplane.router.answers import cut_off
 from kvplane.router.bodies import Bodies, BodyError
-from kvplane.router.deadline import deadline
+from kvplane.router.deadline import check_timeout, deadline
 from kvplane.router.engine import Engine
 from kvplane.router.forms import form_model
 from kvplane.router.metrics import RouterMetrics
@@ -124,6 +124,7 @@ class Passing:
         limits = deadline(request.headers, self._settings.request_timeout_s)
         call = _Call(request, asyncio.get_running_loop().time(), limits.whole_s)
         try:
+            check_timeout(request.headers)
             async with asyncio.timeout(limits.begin_s) as call.patience:
                 self._admission.check()
                 if request.method == "POST" and request.can_read_body:

@@ -190,6 +190,7 @@ class TurnServer:
             if engine is None:
                 if refused is not None:
                     raise refused
+                turn.went_cold("decode_unreachable")
                 return error_answer(turn, "No decode engine can be reached.", 503)
             if turn.path is Path.DIRECT and turn.only_engine is None and engine is not turn.holder:
                 self._leave_holder(turn)
