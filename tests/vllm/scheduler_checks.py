@@ -410,46 +410,6 @@ def check_prompt_embeddings_are_not_retained() -> None:
     assert s._keeper.counts["not_retained:no_fingerprint"] == 1
 
 
-def check_params_that_are_no_object_are_taken_off() -> None:
-    s = scheduler("kv_consumer")
-    for params in ("x", ["do_remote_prefill"], 7):
-        made = request(params, name=f"odd-{params}")  # type: ignore[arg-type]
-        s.on_new_request(made)
-        assert s.get_num_new_matched_tokens(made, 0) == (0, False)
-        assert made.kv_transfer_params is None
-
-
-def check_nothing_is_read_unverified_by_a_second_flag() -> None:
-    for verified in (True, False):
-        s = scheduler("kv_producer")
-        params = {**offer([*range(80)]), "do_remote_prefill": True}
-        if not verified:
-            params["kvplane"] = {}
-        made = request(params, prompt=100)
-        compat.call_if_there(s, "on_new_request", made)
-        external, _ = s.get_num_new_matched_tokens(made, 0)
-        plan = s._ledger.plan("r")
-        assert plan is not None
-        assert external == plan.tokens == (80 if verified else 0), (external, plan)
-
-
-def check_ids_that_are_no_text_are_not_read_by() -> None:
-    for name in ("remote_engine_id", "remote_request_id"):
-        s = scheduler("kv_consumer")
-        params = {
-            **{
-                "do_remote_prefill": True,
-                "remote_engine_id": "p",
-                "remote_request_id": "x",
-                "remote_port": 5,
-            },
-            **{"remote_host": "h", "tp_size": 1, "remote_block_ids": [[1]], name: ["no", "text"]},
-        }
-        made = request(params)
-        compat.call_if_there(s, "on_new_request", made)
-        assert s.get_num_new_matched_tokens(made, 0) == (0, False)
-
-
 def check_a_turn_that_ran_through_a_reset_is_not_retained() -> None:
     s = scheduler()
     made = request(dict(DIRECT), 100, 30)

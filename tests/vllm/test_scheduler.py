@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
     "checks",
     [
         "scheduler_checks",
+        "params_checks",
         "asking_checks",
         "life_checks",
         "process_checks",
