@@ -27,7 +27,7 @@ from kvplane.router.openai import BadRequestError, drop_params, dump, parse_json
 from kvplane.router.places import line
 from kvplane.router.pool import EnginePool
 from kvplane.router.replies import StreamGuard, UnreadableEventError, scrubbed
-from kvplane.router.resources import exhausted, overloaded
+from kvplane.router.resources import NOT_CONNECTED
 from kvplane.router.response_id import engine_tag, read_response_id
 from kvplane.router.responses import Responses
 from kvplane.router.sending import ClientStalledError, finish, send
@@ -252,15 +252,8 @@ class Passing:
                 except BaseException:
                     response.close()
                     raise
-        except (
-            aiohttp.ClientConnectorError,
-            aiohttp.ConnectionTimeoutError,
-            aiohttp.InvalidURL,
-            UnicodeError,  # a host name that IDNA cannot encode
-        ) as error:
-            if exhausted(error):
-                raise overloaded(error) from error
-            self._pool.failed(engine, str(error))
+        except NOT_CONNECTED as error:
+            self._pool.unreachable(engine, error)
             raise _NeverSentError from error
         except TimeoutError as error:
             if not patience.expired():

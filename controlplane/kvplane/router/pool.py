@@ -11,12 +11,14 @@ import structlog
 
 from kvplane.client.model import Engine as RegisteredEngine
 from kvplane.client.model import EngineId, EngineRole, Location
+from kvplane.router.admission import OverloadedError
 from kvplane.router.discovery import Found, Roles, merged
 from kvplane.router.engine import Engine
 from kvplane.router.health import Circuit, HealthLimits
 from kvplane.router.keys import EngineKeys
 from kvplane.router.mistakes import no_common_model, refused_key, wrong_roles
 from kvplane.router.probes import Prober
+from kvplane.router.resources import exhausted
 from kvplane.router.settings import SettingsError, engine_url
 
 log = structlog.get_logger("kvplane.router")
@@ -363,6 +365,16 @@ class EnginePool:
         engine.probe_at = 0.0
         self._prober.wake()
         self._on_free()
+
+    def unreachable(self, engine: Engine, error: Exception) -> None:
+        """Take an engine that could not be connected to out of rotation.
+
+        Raises OverloadedError where that is not its fault, but for want of what the router has run out of.
+        """
+        if exhausted(error):
+            message = f"The router has run out of resources ({error}); try again later."
+            raise OverloadedError(message, 503, 1) from error
+        self.failed(engine, str(error))
 
     async def run(self) -> None:
         """Probe until cancelled."""

@@ -7,9 +7,14 @@ import resource
 
 import aiohttp
 
-from kvplane.router.admission import OverloadedError
-
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+NOT_CONNECTED = (
+    aiohttp.ClientConnectorError,
+    aiohttp.ConnectionTimeoutError,
+    aiohttp.InvalidURL,
+    UnicodeError,  # a host name that IDNA cannot encode
+)
+"""What is raised where no connection came about: nobody has seen anything of the request."""
 _OTHER_FILES = 128
 _MOST_FILES = 1 << 20
 
@@ -18,11 +23,6 @@ def exhausted(error: BaseException) -> bool:
     """Tell whether a connection failed for want of something that this process or machine has run out of."""
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     return isinstance(cause, OSError) and cause.errno in _EXHAUSTED
-
-
-def overloaded(error: BaseException) -> OverloadedError:
-    """Return what a request is told for which nothing was left."""
-    return OverloadedError(f"The router has run out of resources ({error}); try again later.", 503, 1)
 
 
 def raise_file_limit() -> None:

@@ -17,7 +17,7 @@ from kvplane.router.engine import Engine
 from kvplane.router.openai import Body
 from kvplane.router.pool import EnginePool
 from kvplane.router.replies import holds_private, scrub, scrubbed
-from kvplane.router.resources import exhausted, overloaded
+from kvplane.router.resources import NOT_CONNECTED
 
 _HOP_BY_HOP = frozenset(
     {
@@ -205,15 +205,8 @@ class Upstream:
             return await self._session.post(
                 engine.at(path), data=data, headers=headers, allow_redirects=False
             )
-        except (
-            aiohttp.ClientConnectorError,
-            aiohttp.ConnectionTimeoutError,
-            aiohttp.InvalidURL,
-            UnicodeError,  # a host name that IDNA cannot encode
-        ) as error:
-            if exhausted(error):
-                raise overloaded(error) from error
-            self._pool.failed(engine, str(error))
+        except NOT_CONNECTED as error:
+            self._pool.unreachable(engine, error)
             raise NeverSentError(engine, str(error)) from error
         except (aiohttp.ClientError, OSError) as error:
             raise self._broke(engine, error) from error
