@@ -10,11 +10,23 @@ import aiohttp
 import pytest
 
 from kvplane.client.model import EngineRole
+from kvplane.router.app import RouterServer
 from kvplane.router.pool import EnginePool
 from kvplane.router.resources import raise_file_limit, too_few_files
 from tests.fakes.core import EngineConfig
-from tests.router.rig import CHAT, chat, rig
+from tests.router.rig import CHAT, chat, long_text, rig, until
 from tests.router.stub import Answer, Stub, front
+
+
+def exhaust(router: RouterServer, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every connection of the router's fail for want of files."""
+
+    async def connect(*_: Any, **__: Any) -> Any:
+        raise aiohttp.ClientConnectorError(cast(Any, None), OSError(number, "Too many open files"))
+
+    assert router._session is not None
+    monkeypatch.setattr(aiohttp.ClientConnectorError, "__str__", lambda _: "Too many open files")
+    monkeypatch.setattr(router._session.connector, "connect", connect)
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/embeddings"])
@@ -23,20 +35,21 @@ async def test_no_engine_goes_down_for_what_the_router_has_run_out_of(
     path: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with front(Stub(Answer())) as f:
-        session = f.router._session
-        assert session is not None
-
-        async def connect(*_: Any, **__: Any) -> Any:
-            key = cast(Any, None)
-            raise aiohttp.ClientConnectorError(key, OSError(number, "Too many open files"))
-
-        monkeypatch.setattr(aiohttp.ClientConnectorError, "__str__", lambda _: "Too many open files")
-        monkeypatch.setattr(session.connector, "connect", connect)
+        exhaust(f.router, number, monkeypatch)
         (engine,) = f.router.pool.engines
         reply = await f.post(path, input="hello")
         assert (reply.status, reply.headers["retry-after"]) == (503, "1")
         await f.router.pool.probe_all()
         assert engine.up
+
+
+async def test_a_claim_is_given_back_where_no_file_is_left_to_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with rig() as r:
+        await r.say(long_text(200))
+        exhaust(r.router, errno.EMFILE, monkeypatch)
+        assert (await r.post(chat("next"), path="pull")).status == 503
+        await until(lambda: r.plane.finished)
+        assert not r.plane.claims
 
 
 def test_a_limit_on_files_is_raised_and_named_where_it_is_too_low() -> None:

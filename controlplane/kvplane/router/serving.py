@@ -44,18 +44,6 @@ from kvplane.router.upstream import (
 
 log = structlog.get_logger("kvplane.router")
 
-_PULL_DETAILS = frozenset({"peer_breaker", "queued_too_long", "reset"})
-"""Details that say more than their outcome, "cold"."""
-_PULL_OUTCOMES = _PULL_DETAILS | {
-    "pulled",
-    "mismatch",
-    "local_hit",
-    "below_threshold",
-    "no_fingerprint",
-    "cold",
-    "failed",
-}
-
 
 class TurnServer:
     """Serves turns. Shared by all requests of a router."""
@@ -265,9 +253,7 @@ class TurnServer:
                     claim = await self._claim(turn, engine)
                 turn.prefilled = await self._prefill_leg(turn, engine, claim)
             except RefusedError as error:
-                # Refused before it was scheduled: nobody will read.
-                if claim is not None and self._plane is not None:
-                    self._plane.finish(claim)
+                self._give_back(claim)  # refused before it was scheduled
                 if not self._places.others_may(turn, error):
                     raise
                 self._metrics.retries.labels("prefill").inc()
@@ -277,18 +263,25 @@ class TurnServer:
             except (NeverSentError, LegFailedError) as error:
                 log.warning("prefill_failed", engine=engine.url, problem=error.problem)
                 self._metrics.retries.labels("prefill").inc()
-                if claim is not None and self._plane is not None and isinstance(error, NeverSentError):
-                    self._plane.finish(claim)
+                if isinstance(error, NeverSentError):
+                    self._give_back(claim)
                 failed = engine if isinstance(error, LegFailedError) and engine.up else None
                 tried.add(engine)
                 attempts -= 1
                 turn.went_cold("prefill_failed")
+            except OverloadedError:
+                self._give_back(claim)  # never sent, for want of what the router has run out of
+                raise
             else:
-                if claim is not None and self._plane is not None:
-                    self._plane.finish(claim)
+                self._give_back(claim)
                 return
             finally:
                 self._pool.end(engine)
+
+    def _give_back(self, claim: Claim | None) -> None:
+        """Finish a claim that nobody reads by, or no longer."""
+        if claim is not None and self._plane is not None:
+            self._plane.finish(claim)
 
     def _prefiller(self, turn: Turn, tried: set[Engine]) -> Engine | None:
         engines = self._pool.prefill_engines(turn.model)
@@ -347,8 +340,7 @@ class TurnServer:
             self._metrics.no_prefill_params.inc()
         self._metrics.prefill.labels(turn.path).observe(prefilled.seconds)
         if claim is not None:
-            outcome = prefilled.detail if prefilled.detail in _PULL_DETAILS else prefilled.outcome
-            turn.reason = outcome if outcome in _PULL_OUTCOMES else "pulled"
+            turn.reason = prefilled.reason
             turn.reused_tokens = prefilled.count("reused_tokens") if prefilled.envelope else None
         return prefilled
 

@@ -61,6 +61,18 @@ _NOT_TO_CLIENTS = _HOP_BY_HOP | {
     "set-cookie",
 }
 
+_PULL_DETAILS = frozenset({"peer_breaker", "queued_too_long", "reset"})
+"""Details that say more than their outcome, "cold"."""
+_PULL_OUTCOMES = _PULL_DETAILS | {
+    "pulled",
+    "mismatch",
+    "local_hit",
+    "below_threshold",
+    "no_fingerprint",
+    "cold",
+    "failed",
+}
+
 
 class LegError(Exception):
     """A leg failed. `problem` is one line for the log; `status` the engine's, if it answered."""
@@ -141,6 +153,12 @@ class Prefilled:
         """Why, in a word; "" if it does not say."""
         value = self.envelope.get("detail")
         return value if isinstance(value, str) else ""
+
+    @property
+    def reason(self) -> str:
+        """What the two say of a pull, in a word that routers give as their reason."""
+        said = self.detail if self.detail in _PULL_DETAILS else self.outcome
+        return said if said in _PULL_OUTCOMES else "pulled"
 
     def count(self, name: str) -> int:
         """Return a count of the envelope, 0 if absent."""
