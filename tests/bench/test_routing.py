@@ -127,6 +127,15 @@ def test_all_of_it_runs() -> None:
     assert sum(row.target is not None for row in rows) == 4  # ours only
 
 
+def test_workers_are_compared_by_clock_and_by_cpu() -> None:
+    by_clock, by_cpu = uvloop.run(run(["workers"], RoutingOptions(1.0, 1)))
+    assert (by_clock.target, by_cpu.target is not None) == (None, True)
+    assert by_clock.value > 0
+    # Two share the work: the busier one does less per request than the only one.
+    assert by_cpu.ratio is not None
+    assert by_cpu.ratio > 1
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

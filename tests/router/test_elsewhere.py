@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -113,3 +114,53 @@ async def test_a_model_that_nobody_serves_is_one_404_and_nobody_is_asked_what_he
             engine.models = ("b",)
         reply = await f.post(model="a")
         assert (reply.status, reply.body["error"]["param"]) == (404, "model")
+
+
+async def test_passed_requests_too_go_where_one_is_not_busy() -> None:
+    engines = [Stub(BUSY), Stub(BUSY), Stub(Answer({"tokens": [1]}))]
+    async with front(*engines, health=NEVER) as f:
+        assert [(await f.post("/tokenize")).status for _ in range(6)] == [200] * 6
+        assert engines[2].asked == 6
+        engines[2].answer = BUSY
+        reply = await f.post("/tokenize")
+        assert (reply.status, reply.headers["retry-after"], reply.body) == (429, "7", BUSY.body)
+        assert all(engine.outstanding == 0 for engine in f.router.pool.engines)
+
+
+async def test_passed_requests_too_go_where_the_model_is_still_served() -> None:
+    engines = [serves(Stub(BUSY, "a")), serves(Stub(BUSY, "a"))]
+    async with front(*engines, probe_interval_s=60) as f:
+        engines[1].models = ("b",)
+        assert [(await f.post("/tokenize", model="a")).status for _ in range(4)] == [200] * 4
+        await until(lambda: {"b"} in [e.models for e in f.router.pool.engines])
+        engines[0].models = ("b",)
+        reply = await f.post("/tokenize", model="a")
+        assert (reply.status, reply.body["error"]["param"]) == (404, "model")
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+async def test_a_mistake_told_in_a_stream_is_the_clients_with_its_status(status: int) -> None:
+    error = {"message": "too long", "type": "BadRequestError", "param": None, "code": status}
+    engine = Stub(Answer(f"data: {json.dumps({'error': error})}\n\ndata: [DONE]\n\n".encode(), events=True))
+    async with front(engine) as f:
+        reply = await f.post(stream=True)
+        assert (reply.status, reply.body["error"]) == (status, error)
+        assert reply.headers["content-type"] == "application/json"
+        assert engine.asked == 1
+
+
+@pytest.mark.parametrize("code", [None, 200, 500, "400", True, 399])
+async def test_any_other_error_in_a_stream_is_the_engines(code: object) -> None:
+    error = {"error": {"message": "broken", "code": code}}
+    engine = Stub(Answer(f"data: {json.dumps(error)}\n\n".encode(), events=True))
+    async with front(engine) as f:
+        assert (await f.post(stream=True)).status == 502
+        assert engine.asked == 2
+
+
+async def test_an_engine_that_is_busy_in_a_stream_is_left_for_another() -> None:
+    busy = Answer(b'data: {"error": {"message": "busy", "code": 429}}\n\n', events=True)
+    engines = [Stub(busy), Stub(Answer(b'data: {"choices": []}\n\n', events=True))]
+    async with front(*engines, health=NEVER) as f:
+        assert [(await f.raw(stream=True))[0] for _ in range(4)] == [200] * 4
+        assert engines[1].asked == 4

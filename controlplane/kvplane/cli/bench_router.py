@@ -50,7 +50,8 @@ def bench_router(
     first-token: what a router adds to the time to the first token, one request at a time. rate: requests
     per second, 32 at once, events without gaps, and CPU per 1,000 requests, which is the figure to trust on
     a busy machine. gaps: CPU with 5 ms between events. memory: resident, with many streams open. workers:
-    two worker processes against one, on all cores.
+    two worker processes against one, 128 at once on all cores, and what they carry by the CPU of the busier
+    one, which is what counts where cores are not shared with the load.
 
     The bare proxy is a prefill/decode proxy of 40 lines on the same HTTP library that does nothing else.
     Peers are what you have installed, for example

@@ -137,6 +137,17 @@ def read_error(body: bytes, status: int) -> tuple[Any, str]:
     return answer, said[:_LONGEST_MESSAGE] or f"The engine answered {status} and did not say why."
 
 
+def error_code(body: bytes) -> int:
+    """Return the status from 400 to 499 that an error in OpenAI's shape names, 0 if it names none."""
+    try:
+        answer = parse_json(body)
+    except ValueError:
+        return 0
+    error = answer.get("error") if isinstance(answer, dict) else None
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, int) and 400 <= code < 500 else 0
+
+
 def is_error(answer: object) -> bool:
     """Tell whether an answer is an error as OpenAI and vLLM write them, or as Anthropic does."""
     error = answer.get("error") if isinstance(answer, dict) else None

@@ -33,7 +33,7 @@ from kvplane.router.responses import Responses
 from kvplane.router.sending import ClientStalledError, finish, send
 from kvplane.router.settings import RouterSettings
 from kvplane.router.shapes import path_error
-from kvplane.router.upstream import client_headers, engine_headers, unusable
+from kvplane.router.upstream import EngineAnswer, client_headers, engine_headers, unusable
 
 log = structlog.get_logger("kvplane.router")
 
@@ -75,6 +75,8 @@ class _Call:
     """Ends it when its time is over."""
     raw: bytes | None = None
     """Its body, as it goes on."""
+    model: str = ""
+    """The model that it names, "" if none."""
     out: web.StreamResponse | None = None
     """A stream that the client has been sent the beginning of."""
 
@@ -151,8 +153,8 @@ class Passing:
             self._bodies.done(request)
 
     async def _passed(self, call: _Call) -> web.StreamResponse:
-        model, call.raw = _model_of(call.request, call.raw or b"")
-        return await self._to_one_of(call, f"passed {model}", lambda: self._fit(model))
+        call.model, call.raw = _model_of(call.request, call.raw or b"")
+        return await self._to_one_of(call, f"passed {call.model}", lambda: self._fit(call.model))
 
     def _fit(self, model: str) -> list[Engine]:
         """Return the engines that serve a model; all if none is known to, so that one says so."""
@@ -180,17 +182,19 @@ class Passing:
         """Pass a request to one of some engines, and to another if that cannot be reached.
 
         Such requests change nothing, so an engine that breaks off or falls silent is replaced as well; once,
-        since the request may be why. `on_404` goes on to the next also where one does not know what is
-        asked for. `kind` names those engines.
+        since the request may be why. Where one is busy, or no longer serves the model, the next is asked;
+        the first such answer is passed on where none is left. `on_404` goes on to the next also where one
+        does not know what is asked for. `kind` names those engines.
         """
         tried: set[Engine] = set()
         broke = False
+        refused: web.Response | None = None
         while True:
             engine = await self._admission.place(
                 line(kind, tried, None), lambda: self._pool.choose(engines(), exclude=tried)
             )
             if engine is None:
-                return _broke_off(call.request) if broke else _unreachable(call.request)
+                return refused or (_broke_off if broke else _unreachable)(call.request)
             tried.add(engine)
             self._pool.begin(engine)
             try:
@@ -203,7 +207,11 @@ class Passing:
                         return _error(call.request, "The engine gave an answer that is of no use.", 502)
                     headers = client_headers(response.headers)
                     if body is not None:
-                        return web.Response(body=body, status=response.status, headers=headers)
+                        answer = web.Response(body=body, status=response.status, headers=headers)
+                        if not self._others_may(call, engine, EngineAnswer(response.status, headers, body)):
+                            return answer
+                        refused = refused or answer
+                        continue
                     return await self._relay(call, engine, response, headers)
                 finally:
                     response.close()
@@ -218,6 +226,12 @@ class Passing:
             finally:
                 self._pool.untold(engine)
                 self._pool.end(engine)
+
+    def _others_may(self, call: _Call, engine: Engine, answer: EngineAnswer) -> bool:
+        """Tell whether a refusal is one engine's only: it is busy, or no longer serves the model."""
+        if answer.status == 429:
+            return True
+        return answer.lacks(call.model) and self._pool.lacks_model(engine, call.model)
 
     async def _ask(self, call: _Call, engine: Engine) -> tuple[aiohttp.ClientResponse, bytes | None]:
         """Return an engine's answer and its body, None for one that is streamed or unusable.

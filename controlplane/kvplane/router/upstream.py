@@ -14,7 +14,7 @@ import aiohttp
 
 from kvplane.router.api import Api, count
 from kvplane.router.engine import Engine
-from kvplane.router.openai import Body
+from kvplane.router.openai import Body, error_code
 from kvplane.router.pool import EnginePool
 from kvplane.router.replies import holds_private, scrub, scrubbed
 from kvplane.router.resources import NOT_CONNECTED
@@ -346,10 +346,17 @@ class Upstream:
                     raise
         except (aiohttp.ClientError, OSError) as error:
             raise self._broke(engine, error) from error
-        if response.content_type == _EVENTS and (api.stream_error(first) is not None or not begun):
-            response.close()
-            said = "with an error" if first else "with nothing"
-            raise LegFailedError(engine, f"began its stream {said}", 500)
+        if response.content_type == _EVENTS:
+            error_body = api.stream_error(first)
+            if error_body is not None or not begun:
+                response.close()
+            if error_body is not None and (status := error_code(error_body)):
+                # Its head was sent before it was found out: the client's mistake all the same.
+                answer = EngineAnswer(status, {"Content-Type": "application/json"}, scrubbed(error_body))
+                raise RefusedError(engine, answer)
+            if error_body is not None or not begun:
+                said = "with an error" if first else "with nothing"
+                raise LegFailedError(engine, f"began its stream {said}", 500)
         return response, first
 
     async def whole(self, engine: Engine, api: Api, response: aiohttp.ClientResponse, first: bytes) -> Body:

@@ -99,12 +99,19 @@ class Running:
         """Return the CPU seconds used so far."""
         return await asyncio.to_thread(self._cpu_s)
 
+    async def cpu_by_process(self) -> dict[int, float]:
+        """Return the CPU seconds that each of its processes has used so far, by process id."""
+        return await asyncio.to_thread(self._cpu_by_process)
+
     def _cpu_s(self) -> float:
-        used = 0.0
+        return sum(self._cpu_by_process().values())
+
+    def _cpu_by_process(self) -> dict[int, float]:
+        used = dict[int, float]()
         for process in self._family():
             with contextlib.suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
-                used += times.user + times.system
+                used[process.pid] = times.user + times.system
         return used
 
     async def resident_bytes(self) -> int:
