@@ -36,6 +36,9 @@ LOCATIONS = st.builds(
 )
 TURNS = st.builds(m.Turns, COUNT, TEXT, *[COUNT] * 8, st.just(b""))
 PROFILES = st.builds(m.EngineProfile, TEXT, TEXT, TEXT, COUNT, COUNT, COUNT, COUNT, TEXT, TEXT)
+SETTINGS = st.builds(
+    m.EngineSettings, TEXT, TEXT, TEXT, COUNT, st.none() | st.booleans(), TEXT, COUNT, COUNT, TEXT, TEXT
+)
 SPECS = st.builds(
     m.EngineSpec,
     TEXT,
@@ -45,6 +48,7 @@ SPECS = st.builds(
     COUNT,
     COUNT,
     st.lists(TEXT, max_size=3).map(tuple),
+    st.none() | SETTINGS,
 )
 ENGINES = st.builds(m.Engine, SPECS, COUNT, COUNT, COUNT, TEXT, st.booleans())
 
@@ -87,6 +91,7 @@ def test_members_are_named_alike_everywhere() -> None:
     kinds: list[tuple[tuple[type, ...], tuple[Any, ...]]] = [
         ((m.EngineProfile, cm.EngineProfile), (engine_pb2.EngineProfile, records_pb2.ProfileRecord)),
         ((m.EngineLoad, cm.EngineLoad), (engine_pb2.EngineLoad,)),
+        ((m.EngineSettings,), (records_pb2.SettingsRecord,)),
         ((m.Turns,), (records_pb2.TurnRecord,)),
     ]
     for values, messages in kinds:

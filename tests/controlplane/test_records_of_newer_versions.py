@@ -93,11 +93,15 @@ def test_of_a_location_that_is_claimed(value: m.Location, added: dict[str, Any])
     assert claim.location == newer
 
 
-@given(ENGINES, ADDED, ADDED)
-def test_of_an_engine_that_drains(value: m.Engine, added: dict[str, Any], to_profile: dict[str, Any]) -> None:
+@given(ENGINES, ADDED, ADDED, ADDED)
+def test_of_an_engine_that_drains(
+    value: m.Engine, added: dict[str, Any], to_profile: dict[str, Any], to_settings: dict[str, Any]
+) -> None:
     newer = NEWER["EngineRecord"].FromString(records.dump_engine(value))
     add(newer, added)
     add(newer.profile, to_profile)
+    if newer.HasField("settings"):
+        add(newer.settings, to_settings)
     loaded = records.load_engine(newer.SerializeToString())
     assert dataclasses.replace(loaded, unknown=b"") == value
     drained = records.dump_engine(dataclasses.replace(loaded, draining=True))

@@ -41,7 +41,8 @@ GRPCURL = shutil.which("grpcurl", path=str(Path(sys.executable).parent))
 def test_every_rpc_has_a_servicer_and_a_client_method() -> None:
     pool = descriptor_pool.Default()
     server = ControlPlaneServer(MemoryStore(ManualClock()), ManualClock())
-    servicers = (server.plane.engine_servicer, server.plane.location_servicer)
+    plane = server.plane
+    servicers = (plane.engine_servicer, plane.location_servicer, plane.status_servicer)
     renamed = {"ReleaseLocation": ["finish_claim", "end_conversation", "withdraw_location"]}
     for service, servicer in zip(SERVICES, servicers, strict=True):
         for method in pool.FindServiceByName(service).methods:

@@ -7,20 +7,20 @@ import sys
 from pathlib import Path
 
 from kvplane.storage.v1 import records_pb2
-from kvplane.v1 import common_pb2, engine_pb2, location_pb2
+from kvplane.v1 import common_pb2, engine_pb2, location_pb2, status_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_enums_begin_with_a_value_that_means_nothing() -> None:
-    for module in (common_pb2, engine_pb2, location_pb2):
+    for module in (common_pb2, engine_pb2, location_pb2, status_pb2):
         for enum in module.DESCRIPTOR.enum_types_by_name.values():
             assert enum.values[0].name.endswith("_UNSPECIFIED")
 
 
 def test_what_is_stored_never_goes_on_the_wire() -> None:
     stored = set(records_pb2.DESCRIPTOR.message_types_by_name)
-    for module in (common_pb2, engine_pb2, location_pb2):
+    for module in (common_pb2, engine_pb2, location_pb2, status_pb2):
         assert not stored & set(module.DESCRIPTOR.message_types_by_name)
         assert not any("storage" in dependency.name for dependency in module.DESCRIPTOR.dependencies)
 

@@ -14,7 +14,14 @@ from kvplane.client import model as m
 from kvplane.client.address import grpc_target
 from kvplane.client.errors import ControlPlaneUnavailableError, from_rpc_error
 from kvplane.client.streams import streamed
-from kvplane.v1 import engine_pb2, engine_pb2_grpc, location_pb2, location_pb2_grpc
+from kvplane.v1 import (
+    engine_pb2,
+    engine_pb2_grpc,
+    location_pb2,
+    location_pb2_grpc,
+    status_pb2,
+    status_pb2_grpc,
+)
 
 T = TypeVar("T")
 
@@ -26,7 +33,8 @@ _SERVICE_CONFIG = json.dumps(
             {
                 # Every unary call is idempotent (claims and turns by their request_id).
                 "name": [
-                    {"service": f"kvplane.v1.{service}"} for service in ("EngineService", "LocationService")
+                    {"service": f"kvplane.v1.{service}"}
+                    for service in ("EngineService", "LocationService", "StatusService")
                 ],
                 "retryPolicy": {
                     "maxAttempts": 3,
@@ -86,6 +94,7 @@ class ControlPlaneClient:
         # The generated stubs type async calls as sync ones.
         self._engines: Any = engine_pb2_grpc.EngineServiceStub(self._channel)
         self._locations: Any = location_pb2_grpc.LocationServiceStub(self._channel)
+        self._status: Any = status_pb2_grpc.StatusServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -153,12 +162,23 @@ class ControlPlaneClient:
         request = engine_pb2.DeregisterEngineRequest(engine_id=engine_id, engine_epoch=engine_epoch)
         await _call(self._engines.DeregisterEngine(request, timeout=self._timeout_s))
 
-    async def list_engines(self) -> list[m.Engine]:
-        """Return all live engines, ordered by id."""
+    async def get_status(self, *, timeout_s: float | None = None) -> m.PlaneStatus:
+        """Return how the answering replica does."""
+        request = status_pb2.GetStatusRequest()
+        return convert.status_from_wire(
+            await _call(self._status.GetStatus(request, timeout=timeout_s or self._timeout_s))
+        )
+
+    async def list_engines(
+        self, *, include_gone: bool = False, with_holdings: bool = False, timeout_s: float | None = None
+    ) -> list[m.Engine]:
+        """Return all live engines, ordered by id; if asked to, also those gone, and what each holds."""
         engines, token = list[m.Engine](), ""
         while True:
-            request = engine_pb2.ListEnginesRequest(page_size=1000, page_token=token)
-            page = await _call(self._engines.ListEngines(request, timeout=self._timeout_s))
+            request = engine_pb2.ListEnginesRequest(
+                page_size=1000, page_token=token, include_gone=include_gone, with_holdings=with_holdings
+            )
+            page = await _call(self._engines.ListEngines(request, timeout=timeout_s or self._timeout_s))
             engines += [convert.engine_from_wire(engine) for engine in page.engines]
             token = page.next_page_token
             if not token:
@@ -300,19 +320,45 @@ class ControlPlaneClient:
         return [convert.renewal_result_from_wire(result) for result in answer.results]
 
     async def list_locations(
-        self, *, tenant_id: str = "", engine_id: str = ""
+        self, *, tenant_id: str = "", engine_id: str = "", model: str = "", conversation_prefix: str = ""
     ) -> tuple[list[m.Location], int]:
         """Return all locations, without params and fingerprints, and the revision to watch from, less one."""
         locations, token, revision = list[m.Location](), "", 0
         while True:
-            request = location_pb2.ListLocationsRequest(
-                page_size=1000, page_token=token, tenant_id=tenant_id, engine_id=engine_id
+            page = await self.list_locations_page(
+                page_token=token,
+                tenant_id=tenant_id,
+                engine_id=engine_id,
+                model=model,
+                conversation_prefix=conversation_prefix,
             )
-            page = await _call(self._locations.ListLocations(request, timeout=self._timeout_s))
-            locations += [convert.location_from_wire(location) for location in page.locations]
+            locations += page.locations
             revision, token = revision or page.revision, page.next_page_token
             if not token:
                 return locations, revision
+
+    async def list_locations_page(
+        self,
+        *,
+        page_size: int = 1000,
+        page_token: str = "",
+        tenant_id: str = "",
+        engine_id: str = "",
+        model: str = "",
+        conversation_prefix: str = "",
+    ) -> m.LocationPage:
+        """Return at most `page_size` (1 to 1000) locations, from a token of the page before on."""
+        request = location_pb2.ListLocationsRequest(
+            page_size=page_size,
+            page_token=page_token,
+            tenant_id=tenant_id,
+            engine_id=engine_id,
+            model=model,
+            conversation_id_prefix=conversation_prefix,
+        )
+        page = await _call(self._locations.ListLocations(request, timeout=self._timeout_s))
+        locations = tuple(convert.location_from_wire(location) for location in page.locations)
+        return m.LocationPage(locations, page.revision, page.next_page_token)
 
     async def watch_locations(
         self, *, from_revision: int = 0, tenant_id: str = ""

@@ -8,7 +8,7 @@ from typing import Any
 from google.protobuf.duration_pb2 import Duration
 
 from kvplane.client import model as m
-from kvplane.v1 import common_pb2, engine_pb2, location_pb2
+from kvplane.v1 import common_pb2, engine_pb2, location_pb2, status_pb2
 
 _ROLES = {
     m.EngineRole.PREFILL: engine_pb2.ENGINE_ROLE_PREFILL,
@@ -157,7 +157,25 @@ def spec_to_wire(spec: m.EngineSpec) -> engine_pb2.EngineSpec:
         data_parallel_rank=spec.data_parallel_rank,
         total_blocks=spec.total_blocks,
         served_models=spec.served_models,
+        settings=_settings_to_wire(spec.settings) if spec.settings is not None else None,
     )
+
+
+_SPANS = ("kv_blocks_ttl", "max_ttl")
+
+
+def _settings_to_wire(value: m.EngineSettings) -> engine_pb2.EngineSettings:
+    members = _members(value, m.EngineSettings)
+    members |= {name: duration(span_s) for name in _SPANS if (span_s := members.pop(f"{name}_s"))}
+    return engine_pb2.EngineSettings(**members)
+
+
+def _settings_from_wire(wire: engine_pb2.EngineSettings) -> m.EngineSettings:
+    members = {name: getattr(wire, name) for name in wire.DESCRIPTOR.fields_by_name if name not in _SPANS}
+    if not wire.HasField("prefix_caching"):
+        members["prefix_caching"] = None
+    members |= {f"{name}_s": seconds(getattr(wire, name)) for name in _SPANS}
+    return m.EngineSettings(**members)
 
 
 def load_to_wire(load: m.EngineLoad) -> engine_pb2.EngineLoad:
@@ -166,22 +184,70 @@ def load_to_wire(load: m.EngineLoad) -> engine_pb2.EngineLoad:
 
 
 def engine_from_wire(wire: engine_pb2.Engine) -> m.Engine:
-    """Return a live engine as a value."""
+    """Return an engine as a value. Of one that is gone the role is made up."""
     spec = wire.spec
+    contact = m.EngineContact.UNKNOWN
+    if wire.contact:
+        name = engine_pb2.EngineContact.Name(wire.contact).removeprefix("ENGINE_CONTACT_")
+        contact = m.EngineContact[name]
+    role = spec.role or engine_pb2.ENGINE_ROLE_BOTH
     return m.Engine(
         spec=m.EngineSpec(
             engine_id=m.EngineId(spec.engine_id),
-            role=m.EngineRole[engine_pb2.EngineRole.Name(spec.role).removeprefix("ENGINE_ROLE_")],
+            role=m.EngineRole[engine_pb2.EngineRole.Name(role).removeprefix("ENGINE_ROLE_")],
             profile=m.EngineProfile(**_members(spec.profile, m.EngineProfile)),
             endpoint=spec.endpoint,
             data_parallel_rank=spec.data_parallel_rank,
             total_blocks=spec.total_blocks,
             served_models=tuple(spec.served_models),
+            settings=_settings_from_wire(spec.settings) if spec.HasField("settings") else None,
         ),
         engine_epoch=wire.engine_epoch,
         draining=wire.draining,
         attached=wire.attached,
         load=m.EngineLoad(**_members(wire.load, m.EngineLoad)) if wire.HasField("load") else None,
+        contact=contact,
+        registered_s=seconds(wire.registered),
+        last_seen_s=seconds(wire.last_seen) if wire.HasField("last_seen") else None,
+        holdings=(
+            m.EngineHoldings(**_members(wire.holdings, m.EngineHoldings))
+            if wire.HasField("holdings")
+            else None
+        ),
+        announcements=wire.announcements,
+    )
+
+
+def status_from_wire(wire: status_pb2.GetStatusResponse) -> m.PlaneStatus:
+    """Return how a replica does as a value."""
+    settings, store = wire.settings, wire.store
+    return m.PlaneStatus(
+        replica_id=wire.replica_id,
+        version=wire.version,
+        serving=wire.serving,
+        uptime_s=seconds(wire.uptime),
+        fleet_time_s=wire.fleet_time.ToMilliseconds() / 1000,
+        clock_time_s=wire.clock_time.ToMilliseconds() / 1000,
+        settings=m.PlaneSettings(
+            location_ttl_s=seconds(settings.location_ttl),
+            min_remaining_s=seconds(settings.min_remaining),
+            claim_timeout_s=seconds(settings.claim_timeout),
+            claim_grace_s=seconds(settings.claim_grace),
+            engine_lease_s=seconds(settings.engine_lease),
+            max_staleness_s=seconds(settings.max_staleness),
+            max_conversations=settings.max_conversations,
+        ),
+        store=m.StoreStatus(
+            shared=store.shared,
+            latency_s=seconds(store.latency) if store.HasField("latency") else None,
+            staleness_s=seconds(store.staleness),
+            trouble=store.trouble,
+            caution=store.caution,
+            version=store.version,
+            size_bytes=store.size_bytes,
+            quota_bytes=store.quota_bytes,
+        ),
+        replicas=tuple(m.ReplicaStatus(r.replica_id, r.version, seconds(r.age)) for r in wire.replicas),
     )
 
 

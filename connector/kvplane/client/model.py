@@ -150,6 +150,22 @@ class EngineProfile:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What else an engine says of its configuration; see EngineSettings in the protos. "" and 0: not said."""
+
+    kv_role: str = ""
+    kvplane_version: str = ""
+    side_channel_host: str = ""
+    side_channel_port: int = 0
+    prefix_caching: bool | None = None
+    kv_load_failure_policy: str = ""
+    kv_blocks_ttl_s: float = 0.0
+    max_ttl_s: float = 0.0
+    refusal: str = ""
+    kv_digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSpec:
     """An engine as it registers itself; see EngineSpec in the protos."""
 
@@ -160,6 +176,7 @@ class EngineSpec:
     data_parallel_rank: int = 0
     total_blocks: int = 0
     served_models: tuple[str, ...] = ()
+    settings: EngineSettings | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,15 +190,47 @@ class EngineLoad:
     retained_conversations: int = 0
 
 
+class EngineContact(StrEnum):
+    """How an engine is heard of; see EngineContact in the protos."""
+
+    UNKNOWN = "unknown"
+    UNARY = "unary"
+    ATTACHED = "attached"
+    SILENT = "silent"
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHoldings:
+    """What is on record of an engine's locations; counts."""
+
+    conversations: int = 0
+    tokens: int = 0
+    blocks: int = 0
+    claimed: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A live engine."""
+    """An engine; of one that is gone only its id and epoch are known.
+
+    Attributes:
+        registered_s: seconds since it registered.
+        last_seen_s: seconds since the answering replica heard of it, None if it has not.
+        holdings: None unless asked for.
+        announcements: of this incarnation, as far as the answering replica has put them on record.
+    """
 
     spec: EngineSpec
     engine_epoch: int
     draining: bool
     attached: bool
     load: EngineLoad | None
+    contact: EngineContact = EngineContact.UNKNOWN
+    registered_s: float = 0.0
+    last_seen_s: float | None = None
+    holdings: EngineHoldings | None = None
+    announcements: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +241,57 @@ class Registration:
     lease_ttl_s: float
     max_location_ttl_s: float
     claim_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneSettings:
+    """A replica's settings; durations in seconds."""
+
+    location_ttl_s: float
+    min_remaining_s: float
+    claim_timeout_s: float
+    claim_grace_s: float
+    engine_lease_s: float
+    max_staleness_s: float
+    max_conversations: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatus:
+    """How the store does; see StoreStatus in the protos. `latency_s` is None if a read failed."""
+
+    shared: bool
+    latency_s: float | None
+    staleness_s: float
+    trouble: str = ""
+    caution: str = ""
+    version: str = ""
+    size_bytes: int = 0
+    quota_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """A replica by its last sign of life, `age_s` seconds ago."""
+
+    replica_id: str
+    version: str
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneStatus:
+    """How a replica does. `fleet_time_s` and `clock_time_s` are seconds since 1970 at one moment."""
+
+    replica_id: str
+    version: str
+    serving: bool
+    uptime_s: float
+    fleet_time_s: float
+    clock_time_s: float
+    settings: PlaneSettings
+    store: StoreStatus
+    replicas: tuple[ReplicaStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +328,15 @@ class RenewalResult:
     request_id: RequestId
     renewed: bool
     granted_ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LocationPage:
+    """A page of locations; `next_page_token` is "" on the last one."""
+
+    locations: tuple[Location, ...]
+    revision: int
+    next_page_token: str
 
 
 @dataclass(frozen=True, slots=True)

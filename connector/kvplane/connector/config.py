@@ -18,7 +18,10 @@ ADDRESS_VARIABLE = "KVPLANE_ADDRESS"
 _ADAPTIVE = "adaptive"
 _MAX_TTL_S, _MIN_TTL_S, _MAX_AGE_S = 480.0, 20.0, 3600.0
 _LONGEST_S = 7 * 86400.0
-_VLLM_TTL = "decoder_kv_blocks_ttl"
+VLLM_TTL = "decoder_kv_blocks_ttl"
+"""vLLM's own limit on how long a finished request's blocks are kept, in seconds."""
+VLLM_TTL_S = 480.0
+"""Its default."""
 
 
 class ConfigError(ValueError):
@@ -162,8 +165,8 @@ def _leases(given: Mapping[str, Any], extra: Mapping[str, Any]) -> tuple[float |
     ttl_s = None if fixed == _ADAPTIVE else _seconds("kvplane_ttl_s", fixed, f' or "{_ADAPTIVE}"')
     max_age_s = _seconds("kvplane_max_age_s", given.get("kvplane_max_age_s", _MAX_AGE_S))
     longest = min(_MAX_TTL_S, max_age_s)
-    if _VLLM_TTL in extra:
-        longest = min(longest, _seconds(_VLLM_TTL, extra[_VLLM_TTL]))
+    if VLLM_TTL in extra:
+        longest = min(longest, _seconds(VLLM_TTL, extra[VLLM_TTL]))
     max_ttl_s = _seconds("kvplane_max_ttl_s", given.get("kvplane_max_ttl_s", longest))
     min_ttl_s = _seconds("kvplane_min_ttl_s", given.get("kvplane_min_ttl_s", min(_MIN_TTL_S, max_ttl_s)))
     if ttl_s is not None and ttl_s > max_ttl_s:

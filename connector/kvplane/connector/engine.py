@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
 from kvplane.client.model import ConversationKey, EngineId, EngineProfile, EngineRole, EngineSpec
 from kvplane.connector import compat
 from kvplane.connector.config import ConfigError, ConnectorConfig
+from kvplane.connector.described import describe_settings
 from kvplane.connector.envelope import is_id, salted_id
 from kvplane.connector.fingerprint import Context, Item, NamedTokens
 from kvplane.connector.groups import CacheLayout, Group
@@ -84,9 +85,14 @@ def turn_on_bidirectional(vllm_config: Any) -> None:
 
 
 def describe_engine(
-    vllm_config: Any, engine_id: str, config: ConnectorConfig, total_blocks: int
+    scheduler: Any, config: ConnectorConfig, total_blocks: int, refusal: str = "", kv_digest: str = ""
 ) -> EngineSpec:
-    """Return the engine as it registers with the control plane."""
+    """Return the engine of a scheduler half of NIXL's connector as it registers with the control plane.
+
+    `refusal` is why nothing of it can be reused, `kv_digest` what its fingerprints are seeded with.
+    """
+    vllm_config, engine_id = scheduler.vllm_config, scheduler.engine_id
+    side_channel = (getattr(scheduler, "side_channel_host", ""), getattr(scheduler, "side_channel_port", 0))
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     served = getattr(model, "served_model_name", None) or model.model
     names = [served] if isinstance(served, str) else list(served)
@@ -108,6 +114,7 @@ def describe_engine(
         data_parallel_rank=int(rank if rank is not None else parallel.data_parallel_rank),
         total_blocks=total_blocks,
         served_models=tuple(names[:64]),
+        settings=describe_settings(vllm_config, config, side_channel, refusal=refusal, kv_digest=kv_digest),
     )
 
 

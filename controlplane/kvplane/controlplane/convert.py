@@ -8,6 +8,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from kvplane.controlplane import model as m
 from kvplane.controlplane.engines import LiveEngine
+from kvplane.controlplane.holdings import Holdings
 from kvplane.controlplane.turns import BegunTurn
 from kvplane.v1 import common_pb2, engine_pb2, location_pb2
 
@@ -41,7 +42,26 @@ def spec_in(wire: engine_pb2.EngineSpec) -> m.EngineSpec:
         data_parallel_rank=wire.data_parallel_rank,
         total_blocks=wire.total_blocks,
         served_models=tuple(wire.served_models),
+        settings=_settings_in(wire.settings) if wire.HasField("settings") else None,
     )
+
+
+_SPANS = ("kv_blocks_ttl", "max_ttl")
+"""Members of an engine's settings that are durations on the wire."""
+
+
+def _settings_in(wire: engine_pb2.EngineSettings) -> m.EngineSettings:
+    members = {name: getattr(wire, name) for name in wire.DESCRIPTOR.fields_by_name if name not in _SPANS}
+    if not wire.HasField("prefix_caching"):
+        members["prefix_caching"] = None
+    members |= {f"{name}_ms": getattr(wire, name).ToMilliseconds() for name in _SPANS}
+    return m.EngineSettings(**members)
+
+
+def _settings_out(value: m.EngineSettings) -> engine_pb2.EngineSettings:
+    members = m.members(value, m.EngineSettings)
+    members |= {name: duration(ms / 1000) for name in _SPANS if (ms := members.pop(f"{name}_ms"))}
+    return engine_pb2.EngineSettings(**members)
 
 
 def load_in(wire: engine_pb2.EngineLoad) -> m.EngineLoad:
@@ -50,9 +70,9 @@ def load_in(wire: engine_pb2.EngineLoad) -> m.EngineLoad:
 
 
 def engine_out(live: LiveEngine) -> engine_pb2.Engine:
-    """Return a live engine as a message."""
+    """Return an engine as a message."""
     engine, spec, load = live.engine, live.engine.spec, live.load
-    return engine_pb2.Engine(
+    wire = engine_pb2.Engine(
         spec=engine_pb2.EngineSpec(
             engine_id=spec.engine_id,
             role=_ROLES[spec.role],
@@ -61,13 +81,40 @@ def engine_out(live: LiveEngine) -> engine_pb2.Engine:
             data_parallel_rank=spec.data_parallel_rank,
             total_blocks=spec.total_blocks,
             served_models=spec.served_models,
+            settings=_settings_out(spec.settings) if spec.settings is not None else None,
         ),
         engine_epoch=engine.engine_epoch,
         draining=engine.draining,
         attached=live.attached,
         load=engine_pb2.EngineLoad(**m.members(load, m.EngineLoad)) if load is not None else None,
+        contact=_CONTACTS[live.contact],
+        registered=duration(live.registered_s),
+        announcements=live.announcements,
+    )
+    if live.last_seen_s is not None:
+        wire.last_seen.CopyFrom(duration(live.last_seen_s))
+    return wire
+
+
+def gone_out(engine_id: str, engine_epoch: int) -> engine_pb2.Engine:
+    """Return an engine that is no more as a message."""
+    return engine_pb2.Engine(
+        spec=engine_pb2.EngineSpec(engine_id=engine_id),
+        engine_epoch=engine_epoch,
+        contact=engine_pb2.ENGINE_CONTACT_GONE,
     )
 
+
+def holdings_out(value: Holdings) -> engine_pb2.EngineHoldings:
+    """Return what an engine holds as a message."""
+    return engine_pb2.EngineHoldings(**value._asdict())
+
+
+_CONTACTS = {
+    m.EngineContact.UNARY: engine_pb2.ENGINE_CONTACT_UNARY,
+    m.EngineContact.ATTACHED: engine_pb2.ENGINE_CONTACT_ATTACHED,
+    m.EngineContact.SILENT: engine_pb2.ENGINE_CONTACT_SILENT,
+}
 
 _ROLES = {
     m.EngineRole.PREFILL: engine_pb2.ENGINE_ROLE_PREFILL,

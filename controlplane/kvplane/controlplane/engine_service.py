@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from kvplane.controlplane import convert, validate
 from kvplane.controlplane import model as m
 from kvplane.controlplane.attachments import Attachments
-from kvplane.controlplane.engines import EngineRegistry
+from kvplane.controlplane.engines import EngineRegistry, LiveEngine
 from kvplane.controlplane.errors import InvalidFieldError
+from kvplane.controlplane.holdings import NOTHING, HoldingsCount
 from kvplane.controlplane.paging import decode_token, encode_token
 from kvplane.v1 import engine_pb2, engine_pb2_grpc
 
@@ -17,9 +18,16 @@ from kvplane.v1 import engine_pb2, engine_pb2_grpc
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     """Serves the registry of engines."""
 
-    def __init__(self, engines: EngineRegistry, attachments: Attachments, settings: m.Settings) -> None:
+    def __init__(
+        self,
+        engines: EngineRegistry,
+        attachments: Attachments,
+        holdings: HoldingsCount,
+        settings: m.Settings,
+    ) -> None:
         self._engines = engines
         self._attachments = attachments
+        self._holdings = holdings
         self._settings = settings
 
     async def RegisterEngine(
@@ -70,11 +78,25 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             after = decode_token(request.page_token).decode()
         except UnicodeDecodeError:
             raise InvalidFieldError("page_token", "must be a next_page_token of an earlier answer") from None
-        engines, more = await self._engines.list(after=after, limit=limit)
-        return engine_pb2.ListEnginesResponse(
-            engines=[convert.engine_out(engine) for engine in engines],
-            next_page_token=encode_token(engines[-1].engine.spec.engine_id.encode()) if more else "",
+        found: Sequence[LiveEngine | tuple[str, int]]
+        if request.include_gone:
+            found, more = await self._engines.list_all(after=after, limit=limit)
+        else:
+            found, more = await self._engines.list(after=after, limit=limit)
+        answer = engine_pb2.ListEnginesResponse(
+            engines=[
+                convert.engine_out(engine) if isinstance(engine, LiveEngine) else convert.gone_out(*engine)
+                for engine in found
+            ]
         )
+        if more:
+            answer.next_page_token = encode_token(answer.engines[-1].spec.engine_id.encode())
+        if request.with_holdings:
+            holdings = await self._holdings.by_engine()
+            for engine in answer.engines:
+                held = holdings.get(engine.spec.engine_id, NOTHING)
+                engine.holdings.CopyFrom(convert.holdings_out(held))
+        return answer
 
     async def AttachEngine(
         self, request_iterator: AsyncIterator[engine_pb2.AttachEngineRequest], context: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -38,6 +39,13 @@ class LiveEngine:
 
     engine: m.Engine
     load: m.EngineLoad | None
+    contact: m.EngineContact = m.EngineContact.UNARY
+    registered_s: float = 0.0
+    """Seconds since it registered."""
+    last_seen_s: float | None = None
+    """Seconds since this replica heard of it, None if it has not."""
+    announcements: int = 0
+    """Put on record by this replica."""
 
     @property
     def attached(self) -> bool:
@@ -62,6 +70,8 @@ class EngineRegistry:
         self._kept: dict[_Incarnation, tuple[float, Lease]] = {}
         self._loads: dict[_Incarnation, tuple[float, m.EngineLoad]] = {}
         self._broken: dict[_Incarnation, int] = {}
+        self._heard: dict[_Incarnation, float] = {}
+        self._announced: dict[_Incarnation, int] = {}
 
     # Finding.
 
@@ -113,7 +123,41 @@ class EngineRegistry:
         page = await self._ledger.store.scan(keys.ENGINES, after=start, limit=limit)
         loaded = [understood(item, records.load_engine) for item in page.items]
         engines = [engine for engine in loaded if engine is not None]
-        return [LiveEngine(engine, self._load(engine)) for engine in engines], page.more
+        return [self._live(engine) for engine in engines], page.more
+
+    async def list_all(
+        self, *, after: str, limit: int
+    ) -> tuple[builtins.list[LiveEngine | tuple[str, int]], bool]:
+        """Return the same with those that are gone, of which only (id, last epoch) are known."""
+        start = keys.epoch(after) if after else b""
+        page = await self._ledger.store.scan(keys.EPOCHS, after=start, limit=limit)
+        found: builtins.list[LiveEngine | tuple[str, int]] = []
+        for item in page.items:
+            engine_id = keys.engine_id_of_epoch(item.key)
+            engine = self.find(engine_id).value
+            if engine is not None:
+                found.append(self._live(engine))
+            else:
+                found.append((engine_id, understood(item, records.load_epoch) or 0))
+        return found, page.more
+
+    def _live(self, engine: m.Engine) -> LiveEngine:
+        """Return a live engine with all that is known of it."""
+        clock = self._ledger.clock
+        heard = self._heard.get((engine.spec.engine_id, engine.engine_epoch))
+        return LiveEngine(
+            engine,
+            self._load(engine),
+            m.EngineContact.SILENT if self.is_silent(engine) else engine.contact,
+            max(0.0, (clock.now_ms() - engine.registered_at_ms) / 1000),
+            None if heard is None else clock.monotonic() - heard,
+            self._announced.get((engine.spec.engine_id, engine.engine_epoch), 0),
+        )
+
+    def announced(self, engine_id: str, engine_epoch: int) -> None:
+        """Count an announcement that is on record."""
+        at = (engine_id, engine_epoch)
+        self._announced[at] = self._announced.get(at, 0) + 1
 
     def _load(self, engine: m.Engine) -> m.EngineLoad | None:
         item = self._ledger.mirror.get(keys.load(engine.spec.engine_id))
@@ -177,6 +221,7 @@ class EngineRegistry:
             role=spec.role.name.lower(),
             replaced_epoch=replaced.engine_epoch if replaced else None,
         )
+        self._heard[spec.engine_id, engine.engine_epoch] = ledger.clock.monotonic()
         return engine
 
     async def renew(
@@ -189,6 +234,7 @@ class EngineRegistry:
         """
         engine = (await self.require(engine_id, engine_epoch, stream)).engine
         at, now = (engine_id, engine_epoch), self._ledger.clock.monotonic()
+        self._heard[at] = now
         kept = self._kept.get(at)
         if kept is None or now - kept[0] >= kept[1].ttl_s / 4:
             try:
@@ -314,7 +360,7 @@ class EngineRegistry:
     def forget(self, engine_id: str, below_epoch: int) -> None:
         """Drop what this replica alone knows of incarnations that are over."""
         self.find(engine_id)  # which forgets it, if it is no more
-        for known in (self._kept, self._loads, self._broken):
+        for known in (self._kept, self._loads, self._broken, self._heard, self._announced):
             for at in [at for at in known if at[0] == engine_id and at[1] < below_epoch]:
                 del known[at]
 

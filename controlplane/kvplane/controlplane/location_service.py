@@ -221,6 +221,10 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
             limit=validate.page_size(request.page_size),
             tenant_id=validate.text("tenant_id", request.tenant_id, optional=True),
             engine_id=validate.text("engine_id", request.engine_id, optional=True),
+            model=validate.text("model", request.model, optional=True),
+            conversation_prefix=validate.text(
+                "conversation_id_prefix", request.conversation_id_prefix, optional=True
+            ),
         )
         now = self._now()
         locations = [

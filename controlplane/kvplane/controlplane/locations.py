@@ -59,10 +59,13 @@ class Locations:
         """
         holder = m.Holder(engine_id, engine_epoch, value.request_id)
         try:
-            return await self._ledger.decide(lambda: self._announce(holder, value, stream))
+            result = await self._ledger.decide(lambda: self._announce(holder, value, stream))
         except (UnknownEngineError, StaleEpochError, SupersededStreamError):
             await self._engines.require(engine_id, engine_epoch, stream)  # the mirror may have been behind
-            return await self._ledger.decide(lambda: self._announce(holder, value, stream))
+            result = await self._ledger.decide(lambda: self._announce(holder, value, stream))
+        if result.outcome is m.AnnounceOutcome.ACCEPTED:
+            self._engines.announced(engine_id, engine_epoch)
+        return result
 
     def _announce(self, holder: m.Holder, value: m.Announcement, stream: int) -> Decision[m.Announced]:
         ledger = self._ledger
@@ -201,7 +204,14 @@ class Locations:
         return Decision(granted_s, compares, writes)
 
     async def list(
-        self, *, after: bytes, limit: int, tenant_id: str, engine_id: str
+        self,
+        *,
+        after: bytes,
+        limit: int,
+        tenant_id: str = "",
+        engine_id: str = "",
+        model: str = "",
+        conversation_prefix: str = "",
     ) -> tuple[list[tuple[m.Found, bool]], bytes, int]:
         """Return a page of (location, is claimed), the key to go on after (b"" at the end), and a revision.
 
@@ -229,6 +239,10 @@ class Locations:
                     if tenant_id not in ("", value.key.tenant_id):
                         continue
                     if engine_id not in ("", value.holder.engine_id):
+                        continue
+                    if model not in ("", value.key.model):
+                        continue
+                    if not value.key.conversation_id.startswith(conversation_prefix):
                         continue
                     found.append((m.Found(value, item.mod_revision), is_claim))
                     if len(found) == limit:

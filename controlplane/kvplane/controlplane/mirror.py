@@ -76,6 +76,10 @@ class Mirror:
         """Return how many records are known."""
         return len(self._records)
 
+    def known(self) -> list[bytes]:
+        """Return the keys of all records that are known now. O(records), some milliseconds for a million."""
+        return list(self._records)
+
     @property
     def staleness_s(self) -> float:
         """For how long changes by others may have gone unnoticed, in seconds; 0 for a store of our own."""

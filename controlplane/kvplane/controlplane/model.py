@@ -210,6 +210,22 @@ class Pulse(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What else an engine said of its configuration; see EngineSettings in the protos. Decides nothing."""
+
+    kv_role: str = ""
+    kvplane_version: str = ""
+    side_channel_host: str = ""
+    side_channel_port: int = 0
+    prefix_caching: bool | None = None
+    kv_load_failure_policy: str = ""
+    kv_blocks_ttl_ms: int = 0
+    max_ttl_ms: int = 0
+    refusal: str = ""
+    kv_digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSpec:
     """An engine as it registered."""
 
@@ -220,6 +236,7 @@ class EngineSpec:
     data_parallel_rank: int = 0
     total_blocks: int = 0
     served_models: tuple[str, ...] = ()
+    settings: EngineSettings | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,12 @@ def location_tokens(raw: bytes) -> tuple[int, int, bytes]:
     return record.chunk_tokens, record.token_count, record.fingerprint
 
 
+def location_size(raw: bytes) -> tuple[str, int, int]:
+    """Return who holds a stored location, how many tokens, and how many blocks."""
+    record = _location_record(raw)
+    return record.engine_id, record.token_count, record.block_count
+
+
 def claim_deadline_ms(raw: bytes) -> int:
     """Return the deadline of a stored claim."""
     return pb.ClaimRecord.FromString(raw).deadline_ms
@@ -187,19 +193,26 @@ def dump_engine(value: m.Engine) -> bytes:
         contact=value.contact,
         profile=pb.ProfileRecord(**m.members(spec.profile, m.EngineProfile)),
     )
+    if spec.settings is not None:
+        record.settings.CopyFrom(pb.SettingsRecord(**m.members(spec.settings, m.EngineSettings)))
     if value.unknown:
         record.MergeFromString(value.unknown)
     return record.SerializeToString()
 
 
 def load_engine(raw: bytes) -> m.Engine:
-    """Return a stored engine. Its `unknown` holds what is unknown of its profile, too."""
+    """Return a stored engine. Its `unknown` holds what is unknown of its profile and settings, too."""
     record = pb.EngineRecord.FromString(raw)
-    profile = record.profile
+    profile, settings = record.profile, None
     unknown = b""
     if len(UnknownFieldSet(profile)):
         rest = pb.EngineRecord(profile=pb.ProfileRecord.FromString(_unknown(profile)))
         unknown = rest.SerializeToString()
+    if record.HasField("settings"):
+        settings = _settings(record.settings)
+        if len(UnknownFieldSet(record.settings)):
+            rest = pb.EngineRecord(settings=pb.SettingsRecord.FromString(_unknown(record.settings)))
+            unknown += rest.SerializeToString()
     if len(UnknownFieldSet(record)):
         unknown += _unknown(record)
     return m.Engine(
@@ -211,6 +224,7 @@ def load_engine(raw: bytes) -> m.Engine:
             data_parallel_rank=record.data_parallel_rank,
             total_blocks=record.total_blocks,
             served_models=tuple(record.served_models),
+            settings=settings,
         ),
         engine_epoch=record.engine_epoch,
         lease_id=record.lease_id,
@@ -221,6 +235,13 @@ def load_engine(raw: bytes) -> m.Engine:
         contact=m.EngineContact(record.contact),
         unknown=unknown,
     )
+
+
+def _settings(record: pb.SettingsRecord) -> m.EngineSettings:
+    members = m.members(record, m.EngineSettings)
+    if not record.HasField("prefix_caching"):
+        members["prefix_caching"] = None
+    return m.EngineSettings(**members)
 
 
 def dump_load(engine_epoch: int, value: m.EngineLoad) -> bytes:

@@ -26,7 +26,8 @@ _AGREE_PULSES = 3
 _ALIVE_MS = 5_000
 _FAR_MS = 10 * 366 * 86_400_000
 """A pulse that is further ahead than ten years is damaged."""
-_VERSION = version("kvplane")
+VERSION = version("kvplane")
+"""Of this software."""
 _OPTIONS = ("--claim-timeout", "--location-ttl", "--engine-lease")
 """By which the members of Terms are set."""
 
@@ -108,6 +109,15 @@ class Replicas:
             raise TermsDifferError(self._terms, self._others_terms, self._claim_grace_s)
         self._ledger.mirror.trust()
 
+    def pulses(self) -> dict[str, m.Pulse]:
+        """Return the last sign of life of each replica that is known, by its id."""
+        found = dict[str, m.Pulse]()
+        for replica_id in self._seen:
+            item = self._ledger.mirror.get(keys.pulse(replica_id))
+            if item is not None:
+                found[replica_id] = records.load_pulse(item.value)
+        return found
+
     def rank(self) -> int:
         """Return this replica's place among the living ones: 0 for the first. O(replicas)."""
         since = self._time.now_ms() - _ALIVE_MS
@@ -126,7 +136,7 @@ class Replicas:
                 schema = self._ledger.mirror.get(keys.schema())
                 if schema is None:  # the store was emptied under us
                     await ensure_schema(self._ledger.store)
-                value = records.dump_pulse(m.Pulse(now, _VERSION, self._terms))
+                value = records.dump_pulse(m.Pulse(now, VERSION, self._terms))
                 # Nobody else writes or removes it: if it is not there, the store may be another one by now.
                 last = self._ledger.mirror.get(pulse_key)
                 compares = [] if last is None else [Compare(pulse_key, last.mod_revision)]

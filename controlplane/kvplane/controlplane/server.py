@@ -23,6 +23,7 @@ from kvplane.controlplane.engines import EngineRegistry
 from kvplane.controlplane.expiry import Sweeper
 from kvplane.controlplane.fleet_time import FleetTime
 from kvplane.controlplane.guard import guarded
+from kvplane.controlplane.holdings import HoldingsCount
 from kvplane.controlplane.ledger import Ledger
 from kvplane.controlplane.location_service import LocationServicer
 from kvplane.controlplane.locations import Locations
@@ -31,18 +32,21 @@ from kvplane.controlplane.prefixes import Prefixes
 from kvplane.controlplane.releases import Releases
 from kvplane.controlplane.replicas import Replicas
 from kvplane.controlplane.schema import SchemaError, ensure_schema
+from kvplane.controlplane.status import Status
+from kvplane.controlplane.status_service import StatusServicer
 from kvplane.controlplane.touches import Touches
 from kvplane.controlplane.turns import Turns
 from kvplane.store.base import Store
 from kvplane.store.clock import Clock
 from kvplane.store.errors import StoreClosedError, StoreError
-from kvplane.v1 import engine_pb2_grpc, location_pb2_grpc
+from kvplane.v1 import engine_pb2_grpc, location_pb2_grpc, status_pb2_grpc
 
 log = structlog.get_logger(__name__)
 
 ENGINE_SERVICE = "kvplane.v1.EngineService"
 LOCATION_SERVICE = "kvplane.v1.LocationService"
-SERVICES = (ENGINE_SERVICE, LOCATION_SERVICE)
+STATUS_SERVICE = "kvplane.v1.StatusService"
+SERVICES = (ENGINE_SERVICE, LOCATION_SERVICE, STATUS_SERVICE)
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 _FIRST_READ_S = 3.0
 _RETRY_S = 0.5
@@ -77,7 +81,9 @@ class ControlPlane:
             self.mirror, self.releases, self.engines, time, settings, rank=self.replicas.rank
         )
         self.attachments = Attachments(ledger, self.engines, self.locations, self.releases)
-        self.engine_servicer = EngineServicer(self.engines, self.attachments, settings)
+        self.status = Status(ledger, self.replicas, settings, clock)
+        self.engine_servicer = EngineServicer(self.engines, self.attachments, HoldingsCount(ledger), settings)
+        self.status_servicer = StatusServicer(self.status)
         self.location_servicer = LocationServicer(
             ledger, self.engines, self.locations, self.turns, self.claims, self.releases, self.touches
         )
@@ -163,6 +169,8 @@ class ControlPlaneServer:
         engine_pb2_grpc.add_EngineServiceServicer_to_server(engines, checked)
         locations = guarded(self.plane.location_servicer, LOCATION_SERVICE)
         location_pb2_grpc.add_LocationServiceServicer_to_server(locations, checked)
+        status = guarded(self.plane.status_servicer, STATUS_SERVICE)
+        status_pb2_grpc.add_StatusServiceServicer_to_server(status, checked)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable(server, (*SERVICES, health.SERVICE_NAME))
         try:
@@ -227,7 +235,7 @@ class ControlPlaneServer:
             trouble = str(error)
         except TimeoutError:
             trouble = "the store does not answer"
-        serving = not trouble
+        serving = self.plane.status.serving = not trouble
         if serving != self._serving:
             self._serving = serving
             if serving:

@@ -24,6 +24,7 @@ MAX_CHUNK_TOKENS = 65_536
 MAX_BATCH = 1024
 MAX_LEASE_CLASS = 1024
 MAX_WAIT_S = 5.0
+MAX_SPAN_S = 10 * 366 * 86_400
 HASH_BYTES = 8
 LOADS = ("running_requests", "waiting_requests", "free_blocks", "retained_blocks", "retained_conversations")
 _LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
@@ -154,6 +155,21 @@ def spec(wire: engine_pb2.EngineSpec) -> None:
         raise InvalidFieldError("spec.served_models", "must have at most 64 elements")
     for name in wire.served_models:
         text("spec.served_models", name)
+    if wire.HasField("settings"):
+        _settings(wire.settings)
+
+
+def _settings(wire: engine_pb2.EngineSettings) -> None:
+    field = "spec.settings"
+    for name in ("kv_role", "kvplane_version", "kv_load_failure_policy", "refusal", "kv_digest"):
+        text(f"{field}.{name}", getattr(wire, name), most=64, optional=True)
+    text(f"{field}.side_channel_host", wire.side_channel_host, optional=True)
+    if not 0 <= wire.side_channel_port <= _MAX_PORT:
+        raise InvalidFieldError(f"{field}.side_channel_port", f"must be 0 to {_MAX_PORT}")
+    for name in ("kv_blocks_ttl", "max_ttl"):
+        value = getattr(wire, name)
+        if value.seconds < 0 or value.nanos < 0 or value.seconds > MAX_SPAN_S:
+            raise InvalidFieldError(f"{field}.{name}", "must be 0 to ten years")
 
 
 def load(wire: engine_pb2.EngineLoad) -> engine_pb2.EngineLoad:

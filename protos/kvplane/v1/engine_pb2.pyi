@@ -15,6 +15,14 @@ class EngineRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ENGINE_ROLE_DECODE: _ClassVar[EngineRole]
     ENGINE_ROLE_BOTH: _ClassVar[EngineRole]
 
+class EngineContact(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ENGINE_CONTACT_UNSPECIFIED: _ClassVar[EngineContact]
+    ENGINE_CONTACT_UNARY: _ClassVar[EngineContact]
+    ENGINE_CONTACT_ATTACHED: _ClassVar[EngineContact]
+    ENGINE_CONTACT_SILENT: _ClassVar[EngineContact]
+    ENGINE_CONTACT_GONE: _ClassVar[EngineContact]
+
 class ReleaseReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     RELEASE_REASON_UNSPECIFIED: _ClassVar[ReleaseReason]
@@ -29,6 +37,11 @@ ENGINE_ROLE_UNSPECIFIED: EngineRole
 ENGINE_ROLE_PREFILL: EngineRole
 ENGINE_ROLE_DECODE: EngineRole
 ENGINE_ROLE_BOTH: EngineRole
+ENGINE_CONTACT_UNSPECIFIED: EngineContact
+ENGINE_CONTACT_UNARY: EngineContact
+ENGINE_CONTACT_ATTACHED: EngineContact
+ENGINE_CONTACT_SILENT: EngineContact
+ENGINE_CONTACT_GONE: EngineContact
 RELEASE_REASON_UNSPECIFIED: ReleaseReason
 RELEASE_REASON_SUPERSEDED: ReleaseReason
 RELEASE_REASON_EXPIRED: ReleaseReason
@@ -60,8 +73,32 @@ class EngineProfile(_message.Message):
     transfer_mode: str
     def __init__(self, model: _Optional[str] = ..., model_revision: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., decode_context_parallel_size: _Optional[int] = ..., engine_version: _Optional[str] = ..., transfer_mode: _Optional[str] = ...) -> None: ...
 
+class EngineSettings(_message.Message):
+    __slots__ = ("kv_role", "kvplane_version", "side_channel_host", "side_channel_port", "prefix_caching", "kv_load_failure_policy", "kv_blocks_ttl", "max_ttl", "refusal", "kv_digest")
+    KV_ROLE_FIELD_NUMBER: _ClassVar[int]
+    KVPLANE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SIDE_CHANNEL_HOST_FIELD_NUMBER: _ClassVar[int]
+    SIDE_CHANNEL_PORT_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHING_FIELD_NUMBER: _ClassVar[int]
+    KV_LOAD_FAILURE_POLICY_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_TTL_FIELD_NUMBER: _ClassVar[int]
+    MAX_TTL_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    KV_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    kv_role: str
+    kvplane_version: str
+    side_channel_host: str
+    side_channel_port: int
+    prefix_caching: bool
+    kv_load_failure_policy: str
+    kv_blocks_ttl: _duration_pb2.Duration
+    max_ttl: _duration_pb2.Duration
+    refusal: str
+    kv_digest: str
+    def __init__(self, kv_role: _Optional[str] = ..., kvplane_version: _Optional[str] = ..., side_channel_host: _Optional[str] = ..., side_channel_port: _Optional[int] = ..., prefix_caching: bool = ..., kv_load_failure_policy: _Optional[str] = ..., kv_blocks_ttl: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., max_ttl: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., refusal: _Optional[str] = ..., kv_digest: _Optional[str] = ...) -> None: ...
+
 class EngineSpec(_message.Message):
-    __slots__ = ("engine_id", "role", "profile", "endpoint", "data_parallel_rank", "total_blocks", "served_models")
+    __slots__ = ("engine_id", "role", "profile", "endpoint", "data_parallel_rank", "total_blocks", "served_models", "settings")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +106,7 @@ class EngineSpec(_message.Message):
     DATA_PARALLEL_RANK_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SERVED_MODELS_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     role: EngineRole
     profile: EngineProfile
@@ -76,7 +114,8 @@ class EngineSpec(_message.Message):
     data_parallel_rank: int
     total_blocks: int
     served_models: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, engine_id: _Optional[str] = ..., role: _Optional[_Union[EngineRole, str]] = ..., profile: _Optional[_Union[EngineProfile, _Mapping]] = ..., endpoint: _Optional[str] = ..., data_parallel_rank: _Optional[int] = ..., total_blocks: _Optional[int] = ..., served_models: _Optional[_Iterable[str]] = ...) -> None: ...
+    settings: EngineSettings
+    def __init__(self, engine_id: _Optional[str] = ..., role: _Optional[_Union[EngineRole, str]] = ..., profile: _Optional[_Union[EngineProfile, _Mapping]] = ..., endpoint: _Optional[str] = ..., data_parallel_rank: _Optional[int] = ..., total_blocks: _Optional[int] = ..., served_models: _Optional[_Iterable[str]] = ..., settings: _Optional[_Union[EngineSettings, _Mapping]] = ...) -> None: ...
 
 class EngineLoad(_message.Message):
     __slots__ = ("running_requests", "waiting_requests", "free_blocks", "retained_blocks", "retained_conversations")
@@ -92,19 +131,41 @@ class EngineLoad(_message.Message):
     retained_conversations: int
     def __init__(self, running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., free_blocks: _Optional[int] = ..., retained_blocks: _Optional[int] = ..., retained_conversations: _Optional[int] = ...) -> None: ...
 
+class EngineHoldings(_message.Message):
+    __slots__ = ("conversations", "tokens", "blocks", "claimed")
+    CONVERSATIONS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CLAIMED_FIELD_NUMBER: _ClassVar[int]
+    conversations: int
+    tokens: int
+    blocks: int
+    claimed: int
+    def __init__(self, conversations: _Optional[int] = ..., tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., claimed: _Optional[int] = ...) -> None: ...
+
 class Engine(_message.Message):
-    __slots__ = ("spec", "engine_epoch", "draining", "load", "attached")
+    __slots__ = ("spec", "engine_epoch", "draining", "load", "attached", "contact", "registered", "last_seen", "holdings", "announcements")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     ENGINE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    CONTACT_FIELD_NUMBER: _ClassVar[int]
+    REGISTERED_FIELD_NUMBER: _ClassVar[int]
+    LAST_SEEN_FIELD_NUMBER: _ClassVar[int]
+    HOLDINGS_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCEMENTS_FIELD_NUMBER: _ClassVar[int]
     spec: EngineSpec
     engine_epoch: int
     draining: bool
     load: EngineLoad
     attached: bool
-    def __init__(self, spec: _Optional[_Union[EngineSpec, _Mapping]] = ..., engine_epoch: _Optional[int] = ..., draining: bool = ..., load: _Optional[_Union[EngineLoad, _Mapping]] = ..., attached: bool = ...) -> None: ...
+    contact: EngineContact
+    registered: _duration_pb2.Duration
+    last_seen: _duration_pb2.Duration
+    holdings: EngineHoldings
+    announcements: int
+    def __init__(self, spec: _Optional[_Union[EngineSpec, _Mapping]] = ..., engine_epoch: _Optional[int] = ..., draining: bool = ..., load: _Optional[_Union[EngineLoad, _Mapping]] = ..., attached: bool = ..., contact: _Optional[_Union[EngineContact, str]] = ..., registered: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., last_seen: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., holdings: _Optional[_Union[EngineHoldings, _Mapping]] = ..., announcements: _Optional[int] = ...) -> None: ...
 
 class RegisterEngineRequest(_message.Message):
     __slots__ = ("spec", "request_id")
@@ -169,12 +230,16 @@ class DeregisterEngineResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ListEnginesRequest(_message.Message):
-    __slots__ = ("page_size", "page_token")
+    __slots__ = ("page_size", "page_token", "include_gone", "with_holdings")
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_GONE_FIELD_NUMBER: _ClassVar[int]
+    WITH_HOLDINGS_FIELD_NUMBER: _ClassVar[int]
     page_size: int
     page_token: str
-    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+    include_gone: bool
+    with_holdings: bool
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., include_gone: bool = ..., with_holdings: bool = ...) -> None: ...
 
 class ListEnginesResponse(_message.Message):
     __slots__ = ("engines", "next_page_token")

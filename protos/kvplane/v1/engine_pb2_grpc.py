@@ -104,7 +104,7 @@ class EngineServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListEngines(self, request, context):
-        """Lists live engines, ordered by id.
+        """Lists live engines, ordered by id, and those that are gone if asked to.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

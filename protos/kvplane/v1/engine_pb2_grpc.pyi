@@ -56,7 +56,7 @@ class EngineServiceStub:
         kvplane.v1.engine_pb2.ListEnginesRequest,
         kvplane.v1.engine_pb2.ListEnginesResponse,
     ]
-    """Lists live engines, ordered by id."""
+    """Lists live engines, ordered by id, and those that are gone if asked to."""
 
     AttachEngine: grpc.StreamStreamMultiCallable[
         kvplane.v1.engine_pb2.AttachEngineRequest,
@@ -105,7 +105,7 @@ class EngineServiceAsyncStub:
         kvplane.v1.engine_pb2.ListEnginesRequest,
         kvplane.v1.engine_pb2.ListEnginesResponse,
     ]
-    """Lists live engines, ordered by id."""
+    """Lists live engines, ordered by id, and those that are gone if asked to."""
 
     AttachEngine: grpc.aio.StreamStreamMultiCallable[
         kvplane.v1.engine_pb2.AttachEngineRequest,
@@ -164,7 +164,7 @@ class EngineServiceServicer(metaclass=abc.ABCMeta):
         request: kvplane.v1.engine_pb2.ListEnginesRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvplane.v1.engine_pb2.ListEnginesResponse, collections.abc.Awaitable[kvplane.v1.engine_pb2.ListEnginesResponse]]:
-        """Lists live engines, ordered by id."""
+        """Lists live engines, ordered by id, and those that are gone if asked to."""
 
     @abc.abstractmethod
     def AttachEngine(

@@ -190,16 +190,20 @@ class RenewLocationsResponse(_message.Message):
     def __init__(self, results: _Optional[_Iterable[_Union[_common_pb2.RenewalResult, _Mapping]]] = ...) -> None: ...
 
 class ListLocationsRequest(_message.Message):
-    __slots__ = ("page_size", "page_token", "tenant_id", "engine_id")
+    __slots__ = ("page_size", "page_token", "tenant_id", "engine_id", "model", "conversation_id_prefix")
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    CONVERSATION_ID_PREFIX_FIELD_NUMBER: _ClassVar[int]
     page_size: int
     page_token: str
     tenant_id: str
     engine_id: str
-    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., tenant_id: _Optional[str] = ..., engine_id: _Optional[str] = ...) -> None: ...
+    model: str
+    conversation_id_prefix: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., tenant_id: _Optional[str] = ..., engine_id: _Optional[str] = ..., model: _Optional[str] = ..., conversation_id_prefix: _Optional[str] = ...) -> None: ...
 
 class ListLocationsResponse(_message.Message):
     __slots__ = ("locations", "next_page_token", "revision")

@@ -97,6 +97,19 @@ class Lease:
     ttl_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class StoreFacts:
+    """What a backend says of itself; "" and 0 where it does not."""
+
+    version: str = ""
+    """Software and version."""
+    size_bytes: int = 0
+    quota_bytes: int = 0
+    """What it may take at most."""
+    trouble: str = ""
+    """What it finds wrong with itself."""
+
+
 class Event(Struct, frozen=True, gc=False):
     """One key's change. `current` is None for a removal; `previous` is None for a key that was absent."""
 
@@ -175,6 +188,10 @@ class Store(ABC):
         the iteration: CompactedError when history is gone (also later, for a watcher that is too slow),
         FutureRevisionError for a revision above the current + 1. Ends with StoreClosedError on `aclose`.
         """
+
+    async def facts(self) -> StoreFacts:
+        """Return what the backend says of itself. May take as long as a read."""
+        return StoreFacts()
 
     async def caution(self) -> str | None:
         """Return what speaks against trusting this backend, for its operator; None if nothing is known."""

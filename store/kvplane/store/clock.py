@@ -29,6 +29,10 @@ class SystemClock:
     def __init__(self) -> None:
         self._offset = time.time() - time.monotonic()
 
+    def machine_ms(self) -> int:
+        """Return what the machine's clock says now, in milliseconds since the Unix epoch; it may step."""
+        return int(time.time() * 1000)
+
     def now_ms(self) -> int:
         """See Clock."""
         return int((self._offset + time.monotonic()) * 1000)

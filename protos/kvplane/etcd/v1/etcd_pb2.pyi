@@ -342,17 +342,21 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("header", "version", "db_size", "leader", "raft_index", "raft_term")
+    __slots__ = ("header", "version", "db_size", "leader", "raft_index", "raft_term", "errors", "db_size_quota")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DB_SIZE_FIELD_NUMBER: _ClassVar[int]
     LEADER_FIELD_NUMBER: _ClassVar[int]
     RAFT_INDEX_FIELD_NUMBER: _ClassVar[int]
     RAFT_TERM_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    DB_SIZE_QUOTA_FIELD_NUMBER: _ClassVar[int]
     header: ResponseHeader
     version: str
     db_size: int
     leader: int
     raft_index: int
     raft_term: int
-    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., version: _Optional[str] = ..., db_size: _Optional[int] = ..., leader: _Optional[int] = ..., raft_index: _Optional[int] = ..., raft_term: _Optional[int] = ...) -> None: ...
+    errors: _containers.RepeatedScalarFieldContainer[str]
+    db_size_quota: int
+    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., version: _Optional[str] = ..., db_size: _Optional[int] = ..., leader: _Optional[int] = ..., raft_index: _Optional[int] = ..., raft_term: _Optional[int] = ..., errors: _Optional[_Iterable[str]] = ..., db_size_quota: _Optional[int] = ...) -> None: ...

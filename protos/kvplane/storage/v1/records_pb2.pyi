@@ -6,7 +6,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class EngineRecord(_message.Message):
-    __slots__ = ("engine_id", "engine_epoch", "role", "endpoint", "data_parallel_rank", "total_blocks", "served_models", "draining", "profile", "registration_id", "lease_id", "registered_at_ms", "stream", "contact")
+    __slots__ = ("engine_id", "engine_epoch", "role", "endpoint", "data_parallel_rank", "total_blocks", "served_models", "draining", "profile", "registration_id", "lease_id", "registered_at_ms", "stream", "contact", "settings")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class EngineRecord(_message.Message):
     REGISTERED_AT_MS_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
     CONTACT_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     engine_epoch: int
     role: int
@@ -35,7 +36,32 @@ class EngineRecord(_message.Message):
     registered_at_ms: int
     stream: int
     contact: int
-    def __init__(self, engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., role: _Optional[int] = ..., endpoint: _Optional[str] = ..., data_parallel_rank: _Optional[int] = ..., total_blocks: _Optional[int] = ..., served_models: _Optional[_Iterable[str]] = ..., draining: bool = ..., profile: _Optional[_Union[ProfileRecord, _Mapping]] = ..., registration_id: _Optional[str] = ..., lease_id: _Optional[int] = ..., registered_at_ms: _Optional[int] = ..., stream: _Optional[int] = ..., contact: _Optional[int] = ...) -> None: ...
+    settings: SettingsRecord
+    def __init__(self, engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., role: _Optional[int] = ..., endpoint: _Optional[str] = ..., data_parallel_rank: _Optional[int] = ..., total_blocks: _Optional[int] = ..., served_models: _Optional[_Iterable[str]] = ..., draining: bool = ..., profile: _Optional[_Union[ProfileRecord, _Mapping]] = ..., registration_id: _Optional[str] = ..., lease_id: _Optional[int] = ..., registered_at_ms: _Optional[int] = ..., stream: _Optional[int] = ..., contact: _Optional[int] = ..., settings: _Optional[_Union[SettingsRecord, _Mapping]] = ...) -> None: ...
+
+class SettingsRecord(_message.Message):
+    __slots__ = ("kv_role", "kvplane_version", "side_channel_host", "side_channel_port", "prefix_caching", "kv_load_failure_policy", "kv_blocks_ttl_ms", "max_ttl_ms", "refusal", "kv_digest")
+    KV_ROLE_FIELD_NUMBER: _ClassVar[int]
+    KVPLANE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SIDE_CHANNEL_HOST_FIELD_NUMBER: _ClassVar[int]
+    SIDE_CHANNEL_PORT_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHING_FIELD_NUMBER: _ClassVar[int]
+    KV_LOAD_FAILURE_POLICY_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    KV_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    kv_role: str
+    kvplane_version: str
+    side_channel_host: str
+    side_channel_port: int
+    prefix_caching: bool
+    kv_load_failure_policy: str
+    kv_blocks_ttl_ms: int
+    max_ttl_ms: int
+    refusal: str
+    kv_digest: str
+    def __init__(self, kv_role: _Optional[str] = ..., kvplane_version: _Optional[str] = ..., side_channel_host: _Optional[str] = ..., side_channel_port: _Optional[int] = ..., prefix_caching: bool = ..., kv_load_failure_policy: _Optional[str] = ..., kv_blocks_ttl_ms: _Optional[int] = ..., max_ttl_ms: _Optional[int] = ..., refusal: _Optional[str] = ..., kv_digest: _Optional[str] = ...) -> None: ...
 
 class LoadRecord(_message.Message):
     __slots__ = ("engine_epoch", "running_requests", "waiting_requests", "free_blocks", "retained_blocks", "retained_conversations")

@@ -9,7 +9,18 @@ import grpc
 import grpc.aio
 
 from kvplane.etcd.v1 import etcd_pb2 as pb
-from kvplane.store.base import Compare, EventBatch, KeyValue, Lease, Operation, Page, Put, Store, Transaction
+from kvplane.store.base import (
+    Compare,
+    EventBatch,
+    KeyValue,
+    Lease,
+    Operation,
+    Page,
+    Put,
+    Store,
+    StoreFacts,
+    Transaction,
+)
 from kvplane.store.clock import Clock
 from kvplane.store.errors import LeaseNotFoundError, StoreClosedError
 from kvplane.store.etcd import versions
@@ -97,12 +108,20 @@ class EtcdStore(Store):
 
     async def caution(self) -> str | None:
         """See Store. Goes by the version of one member."""
+        return versions.caution((await self._status()).version)
+
+    async def facts(self) -> StoreFacts:
+        """See Store. Of one member."""
+        status = await self._status()
+        trouble = "; ".join(status.errors)
+        return StoreFacts(f"etcd {status.version}", status.db_size, status.db_size_quota, trouble)
+
+    async def _status(self) -> pb.StatusResponse:
         self._check_open()
         try:
-            status = await self._client.repeated(STATUS, pb.StatusRequest())
+            return await self._client.repeated(STATUS, pb.StatusRequest())
         except grpc.aio.AioRpcError as error:
             raise unavailable(error) from None
-        return versions.caution(status.version)
 
     async def aclose(self) -> None:
         """See Store. Calls under way end with StoreClosedError."""
