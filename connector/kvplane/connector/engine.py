@@ -85,12 +85,9 @@ def turn_on_bidirectional(vllm_config: Any) -> None:
 
 
 def describe_engine(
-    scheduler: Any, config: ConnectorConfig, total_blocks: int, refusal: str = "", kv_digest: str = ""
+    scheduler: Any, config: ConnectorConfig, total_blocks: int, layout: CacheLayout, context: Context
 ) -> EngineSpec:
-    """Return the engine of a scheduler half of NIXL's connector as it registers with the control plane.
-
-    `refusal` is why nothing of it can be reused, `kv_digest` what its fingerprints are seeded with.
-    """
+    """Return the engine of a scheduler half of NIXL's connector as it registers with the control plane."""
     vllm_config, engine_id = scheduler.vllm_config, scheduler.engine_id
     side_channel = (getattr(scheduler, "side_channel_host", ""), getattr(scheduler, "side_channel_port", 0))
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
@@ -114,7 +111,9 @@ def describe_engine(
         data_parallel_rank=int(rank if rank is not None else parallel.data_parallel_rank),
         total_blocks=total_blocks,
         served_models=tuple(names[:64]),
-        settings=describe_settings(vllm_config, config, side_channel, refusal=refusal, kv_digest=kv_digest),
+        settings=describe_settings(
+            vllm_config, config, side_channel, refusal=layout.refusal, kv_digest=context.settings
+        ),
     )
 
 

@@ -88,9 +88,7 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
         self._begin(pool.num_gpu_blocks - 1)  # one block is vLLM's placeholder
 
     def _begin(self, total_blocks: int) -> Keeper:
-        spec = describe_engine(
-            self, self._kvplane, total_blocks, self._layout.refusal, self._context.settings
-        )
+        spec = describe_engine(self, self._kvplane, total_blocks, self._layout, self._context)
         self._retains = spec.role is not EngineRole.PREFILL and not self._layout.refusal
         self._session = EngineSessionThread(self._kvplane.address, spec, monotonic=_clock)
         retention = Retention(
