@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvplane.controlplane import model as m
+from kvplane.controlplane.quotas import TenantLimits
 from kvplane.controlplane.server import ControlPlane
 from kvplane.store.base import EventBatch, Store
 from kvplane.store.clock import Clock
@@ -44,6 +45,7 @@ def announcement(
     reannounced: bool = False,
     lease_class: int = 0,
     token_count: int = 100,
+    block_count: int = 4,
     fingerprint: m.Fingerprint | None = None,
 ) -> m.Announcement:
     return m.Announcement(
@@ -51,7 +53,7 @@ def announcement(
         request_id=request_id,
         turn=turn,
         token_count=token_count,
-        block_count=4,
+        block_count=block_count,
         kv_transfer_params=PARAMS,
         fingerprint=fingerprint or m.Fingerprint(64, b"0123456789abcdef"),
         ttl_s=ttl_s,
@@ -175,10 +177,13 @@ class SharedStore(FaultInjectingStore):
 
 @asynccontextmanager
 async def replica(
-    store: Store, clock: MovableClock, settings: m.Settings | None = None
+    store: Store,
+    clock: MovableClock,
+    settings: m.Settings | None = None,
+    limits: TenantLimits | None = None,
 ) -> AsyncIterator[ControlPlane]:
     """A control plane that runs; its store outlives it."""
-    plane = ControlPlane(store, clock, settings or m.Settings())
+    plane = ControlPlane(store, clock, settings or m.Settings(), limits)
     tasks = plane.start()
     await settle()
     while not plane.mirror.caught_up.is_set():  # it waits for others' pulses, to agree on the time
@@ -192,7 +197,9 @@ async def replica(
 
 
 @asynccontextmanager
-async def running(settings: m.Settings | None = None) -> AsyncIterator[Rig]:
+async def running(
+    settings: m.Settings | None = None, limits: TenantLimits | None = None
+) -> AsyncIterator[Rig]:
     clock = ManualClock()
-    async with MemoryStore(clock) as store, replica(store, clock, settings) as plane:
+    async with MemoryStore(clock) as store, replica(store, clock, settings, limits) as plane:
         yield Rig(plane, clock, store)

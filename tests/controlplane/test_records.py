@@ -34,7 +34,7 @@ LOCATIONS = st.builds(
     wanted_until_ms=COUNT,
     unknown=st.just(b""),
 )
-TURNS = st.builds(m.Turns, COUNT, TEXT, *[COUNT] * 8, st.just(b""))
+TURNS = st.builds(m.Turns, COUNT, TEXT, *[COUNT] * 9, st.just(b""))
 PROFILES = st.builds(m.EngineProfile, TEXT, TEXT, TEXT, COUNT, COUNT, COUNT, COUNT, TEXT, TEXT)
 SETTINGS = st.builds(
     m.EngineSettings, TEXT, TEXT, TEXT, COUNT, st.none() | st.booleans(), TEXT, COUNT, COUNT, TEXT, TEXT

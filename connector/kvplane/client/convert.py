@@ -16,6 +16,12 @@ _ROLES = {
     m.EngineRole.BOTH: engine_pb2.ENGINE_ROLE_BOTH,
 }
 
+# By number: asked for the name of one that it does not know, protobuf raises.
+_MISSES = {common_pb2.MissReason.Value(f"MISS_REASON_{reason.name}"): reason for reason in m.MissReason}
+_RELEASES = {
+    engine_pb2.ReleaseReason.Value(f"RELEASE_REASON_{reason.name}"): reason for reason in m.ReleaseReason
+}
+
 
 def _members(source: object, kind: type) -> dict[str, Any]:
     """Return those attributes of `source` that a dataclass has as fields: both sides name them alike."""
@@ -79,8 +85,7 @@ def location_from_wire(wire: common_pb2.Location) -> m.Location:
 
 def miss_from_wire(reason: common_pb2.MissReason) -> m.MissReason:
     """Return a miss reason; one this client does not know yet counts as an unknown conversation."""
-    name = common_pb2.MissReason.Name(reason).removeprefix("MISS_REASON_")
-    return m.MissReason.__members__.get(name, m.MissReason.UNKNOWN_CONVERSATION)
+    return _MISSES.get(reason, m.MissReason.UNKNOWN_CONVERSATION)
 
 
 def announcement_to_wire(value: m.Announcement) -> common_pb2.Announcement:
@@ -133,8 +138,7 @@ def release_outcome_from_wire(outcome: common_pb2.ReleaseOutcome) -> m.ReleaseOu
 
 def release_reason_from_wire(reason: engine_pb2.ReleaseReason) -> m.ReleaseReason:
     """Return an order's reason; one this client does not know yet counts as refused."""
-    name = engine_pb2.ReleaseReason.Name(reason).removeprefix("RELEASE_REASON_")
-    return m.ReleaseReason.__members__.get(name, m.ReleaseReason.REFUSED)
+    return _RELEASES.get(reason, m.ReleaseReason.REFUSED)
 
 
 def renewal_result_from_wire(wire: common_pb2.RenewalResult) -> m.RenewalResult:

@@ -31,6 +31,7 @@ class MissReason(StrEnum):
     QUARANTINED = "quarantined"
     INCOMPATIBLE_ENGINE = "incompatible_engine"
     TURN_IN_FLIGHT = "turn_in_flight"
+    QUOTA = "quota"
 
 
 class AnnounceOutcome(StrEnum):
@@ -64,6 +65,7 @@ class ReleaseReason(StrEnum):
     CONVERSATION_ENDED = "conversation_ended"
     CAPACITY = "capacity"
     REFUSED = "refused"
+    QUOTA = "quota"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,7 @@ class BegunTurn:
     """A numbered turn, and what is known: exactly one of `location` and `miss` is set.
 
     Attributes:
+        turn: its number; 0 where it got none.
         key: the conversation; also the one found, or begun, by fingerprint.
         turn_index: how many turns of it have begun, this one included; from 1, 0 if not known.
         idle_s: seconds since its last turn ended; None if that is not known.

@@ -200,6 +200,11 @@ class Config(BaseSettings):
     max_conversations: int = Field(
         1_000_000, ge=1, description="Conversations on record; beyond it the oldest go."
     )
+    tenant_limits: str | None = Field(
+        None,
+        description="TOML file with what each tenant may retain and ask for: [default] and [tenants.NAME]"
+        " with conversations, blocks, operations_per_second. Read again when it changes.",
+    )
     drain_timeout: float = Field(
         30.0, ge=0, le=_DAY_S, description="Seconds that open streams may take to finish after SIGTERM."
     )

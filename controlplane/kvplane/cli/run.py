@@ -14,6 +14,7 @@ import structlog
 import uvloop
 
 from kvplane.cli.config import Config, kubernetes_api
+from kvplane.cli.tenant_limits import LimitsFile, following
 from kvplane.cli.workers import Workers
 from kvplane.controlplane.collector import spare_the_old
 from kvplane.controlplane.model import Settings
@@ -108,9 +109,10 @@ async def _control_plane(config: Config) -> AsyncIterator[ControlPlaneServer]:
         max_staleness_s=config.max_staleness,
         max_conversations=config.max_conversations,
     )
+    limits = None if config.tenant_limits is None else LimitsFile(config.tenant_limits)
     async with open_store(config.store, clock) as store:
         log.info("store_chosen", store=without_password(config.store), shared=store.shared)
-        server = ControlPlaneServer(store, clock, settings)
+        server = ControlPlaneServer(store, clock, settings, None if limits is None else limits.current)
         try:
             try:
                 await server.start(_joined(config.grpc_host, config.grpc_port))
@@ -120,7 +122,8 @@ async def _control_plane(config: Config) -> AsyncIterator[ControlPlaneServer]:
             with suppress(StoreError):  # it may not be there yet
                 if (caution := await store.caution()) is not None:
                     log.warning("store_unsound", problem=caution)
-            yield server
+            async with following(limits, clock, server.plane.quotas):
+                yield server
         finally:
             await server.stop(min(5.0, config.drain_timeout))
 

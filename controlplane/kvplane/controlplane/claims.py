@@ -76,6 +76,8 @@ class Claims:
         if location is None or turn not in (0, location.turn):
             if known.claimed_turn and known.claimed_turn >= (turn or known.settled_turn):
                 return Decision(m.MissReason.CLAIMED)  # which is for good, so there is nothing to make sure
+            if known.quota_turn and known.quota_turn >= (turn or known.latest_turn):
+                return Decision(m.MissReason.QUOTA, compares)
             return Decision(m.MissReason.UNKNOWN_CONVERSATION, compares)
         refused, engine_unchanged = self._availability.judge(location, reader_engine_id)
         compares.append(engine_unchanged)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
@@ -94,6 +96,14 @@ class SupersededStreamError(DomainError):
         super().__init__("the engine attached again on another stream", engine_id=engine_id)
 
 
+class QuotaExceededError(DomainError):
+    """The tenant has asked for more operations than it may; it may again in `retry_s` seconds."""
+
+    def __init__(self, retry_s: float) -> None:
+        super().__init__("the tenant asks for more operations per second than it may")
+        self.retry_s = retry_s
+
+
 class ShuttingDownError(DomainError):
     """This replica is about to stop: call another one."""
 
@@ -112,6 +122,7 @@ _TABLE: dict[type[Exception], tuple[grpc.StatusCode, str]] = {
     NotClaimOwnerError: (_Code.PERMISSION_DENIED, "NOT_CLAIM_OWNER"),
     ContentionError: (_Code.ABORTED, "CONTENTION"),
     SupersededStreamError: (_Code.ABORTED, "STREAM_SUPERSEDED"),
+    QuotaExceededError: (_Code.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED"),
     RevisionGoneError: (_Code.OUT_OF_RANGE, "REVISION_GONE"),
     ShuttingDownError: (_Code.UNAVAILABLE, "SHUTTING_DOWN"),
     store_errors.StoreUnavailableError: (_Code.UNAVAILABLE, "STORE_UNAVAILABLE"),
@@ -141,8 +152,11 @@ def status_of(error: Exception, request_id: str) -> tuple[grpc.StatusCode, str, 
     if isinstance(error, InvalidFieldError):
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.problem)
         status.details.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
-    if code is _Code.UNAVAILABLE:
-        delay = duration_pb2.Duration(nanos=_RETRY_DELAY_MS * 1_000_000)
+    if code is _Code.UNAVAILABLE or isinstance(error, QuotaExceededError):
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(
+            math.ceil(error.retry_s * 1000) if isinstance(error, QuotaExceededError) else _RETRY_DELAY_MS
+        )
         status.details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
     return code, message, reason, status.SerializeToString()
 

@@ -10,10 +10,12 @@ import structlog
 
 from kvplane.controlplane import eager, keys, records
 from kvplane.controlplane import model as m
+from kvplane.controlplane.crowd import Crowd
 from kvplane.controlplane.engines import EngineRegistry
 from kvplane.controlplane.errors import DomainError
 from kvplane.controlplane.fleet_time import FleetTime
 from kvplane.controlplane.mirror import Mirror
+from kvplane.controlplane.quotas import Quotas
 from kvplane.controlplane.releases import Releases
 from kvplane.store.base import Event
 from kvplane.store.errors import InvalidStoreRequestError, StoreClosedError, StoreError
@@ -42,8 +44,10 @@ class Sweeper:
         clock: FleetTime,
         settings: m.Settings,
         rank: Callable[[], int] = lambda: 0,
+        quotas: Quotas | None = None,
     ) -> None:
         self._rank = rank
+        self._quotas = quotas
         self._mirror = mirror
         self._releases = releases
         self._engines = engines
@@ -52,14 +56,14 @@ class Sweeper:
         self._locations: list[tuple[int, bytes]] = []  # heaps of (when it is due, key)
         self._claims: list[tuple[int, bytes]] = []
         self._is_postponed = False
-        self._conversations: OrderedDict[bytes, None] = OrderedDict()
-        self._begun: OrderedDict[bytes, None] = OrderedDict()
+        self._conversations = Crowd()
+        self._begun = Crowd()
         self._epochs: OrderedDict[bytes, None] = OrderedDict()
         self._over: dict[tuple[str, int], int] = {}
         mirror.listen(keys.LOCATIONS, self._on_location)
         mirror.listen(keys.CLAIMS, self._on_claim)
-        mirror.listen(keys.TURNS, lambda event: _note(self._conversations, event))
-        mirror.listen(keys.BEGUN, lambda event: _note(self._begun, event))
+        mirror.listen(keys.TURNS, self._conversations.note)
+        mirror.listen(keys.BEGUN, self._begun.note)
         mirror.listen(keys.EPOCHS, lambda event: _note(self._epochs, event))
         mirror.listen(keys.ENGINES, self._on_engine)
 
@@ -109,6 +113,7 @@ class Sweeper:
             self._claims, clock.patient_ms() - waits_ms, self._time_out_claim
         )
         done = done and (bool(rank) or await self._make_room())
+        done = done and (bool(rank) or await self._trim_tenants())
         done = done and await self._purge_engines(clock.now_ms() - waits_ms)
         if done:
             self._is_postponed = False
@@ -133,11 +138,31 @@ class Sweeper:
     async def _make_room(self) -> bool:
         most = self._settings.max_conversations
         return (
-            await self._bound(self._conversations, most, self._releases.evict)
+            await self._bound_crowd(self._conversations, most, self._releases.evict)
             # They go after a minute, but a flood of requests that name no conversation leaves one each.
-            and await self._bound(self._begun, most, self._releases.forget_begun)
+            and await self._bound_crowd(self._begun, most, self._releases.forget_begun)
             and await self._bound(self._epochs, self._settings.max_epochs, self._engines.forget_epoch)
         )
+
+    async def _trim_tenants(self) -> bool:
+        """Have tenants keep to their quotas, which may have been lowered."""
+        if self._quotas is None:
+            return True
+        for tenant in self._quotas.over():
+            if not await self._try(self._quotas.trim(tenant)):
+                return False
+        return True
+
+    async def _bound_crowd(
+        self, known: Crowd, most: int, forget: Callable[[bytes], Awaitable[object]]
+    ) -> bool:
+        """Forget records as long as there are more than `most`: the oldest of the tenant that has most."""
+        while len(known) > most:
+            key = known.take()
+            if not await self._try(forget(key)):
+                known.put_back(key)
+                return False
+        return True
 
     async def _bound(
         self, known: OrderedDict[bytes, None], most: int, forget: Callable[[bytes], Awaitable[object]]

@@ -58,6 +58,11 @@ def location_and_turns(key: ConversationKey) -> tuple[bytes, bytes]:
     return LOCATIONS + path, TURNS + path
 
 
+def turns_of(location_key: bytes) -> bytes:
+    """Return where the turn numbers lie of the conversation whose location lies at a key."""
+    return TURNS + location_key[len(LOCATIONS) :]
+
+
 def location_of(turns_key: bytes) -> bytes:
     """Return where the location lies of the conversation whose turn numbers lie at a key."""
     return LOCATIONS + turns_key[len(TURNS) :]
@@ -78,6 +83,16 @@ def conversation_of(key: bytes) -> ConversationKey:
 def tenant_locations(tenant_id: str) -> bytes:
     """Return the prefix of all of a tenant's retained locations."""
     return LOCATIONS + _part(tenant_id)
+
+
+def tenant_of(key: bytes) -> bytes:
+    """Return the part that stands for the tenant in the key of a location, of turns, or of what was begun."""
+    return key[2 : 4 + (key[2] << 8 | key[3])]
+
+
+def tenant_id_of(key: bytes) -> str:
+    """Return the tenant of such a key."""
+    return tenant_of(key)[2:].decode()
 
 
 def turns(key: ConversationKey) -> bytes:

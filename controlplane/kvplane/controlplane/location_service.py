@@ -14,6 +14,7 @@ from kvplane.controlplane.errors import InvalidFieldError, RevisionGoneError
 from kvplane.controlplane.ledger import Ledger, understood
 from kvplane.controlplane.locations import Locations
 from kvplane.controlplane.paging import decode_token, encode_token
+from kvplane.controlplane.rates import OperationRates
 from kvplane.controlplane.releases import Releases
 from kvplane.controlplane.touches import Touches
 from kvplane.controlplane.turn_streams import multiplexed
@@ -38,6 +39,7 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         claims: Claims,
         releases: Releases,
         touches: Touches,
+        rates: OperationRates | None = None,
     ) -> None:
         self._ledger = ledger
         self._engines = engines
@@ -46,6 +48,7 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         self._claims = claims
         self._releases = releases
         self._touches = touches
+        self._rates = rates
         self._searching = asyncio.Lock()
 
     def _now(self) -> int:
@@ -108,7 +111,10 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
 
     async def perform_lookup(self, request: location_pb2.LookupLocationRequest) -> m.Found | m.MissReason:
         """Validate and perform LookupLocation."""
-        if _by_fingerprint(request):
+        by_fingerprint = _by_fingerprint(request)
+        if self._rates is not None:
+            self._rates.take(request.key.tenant_id)
+        if by_fingerprint:
             scope, fingerprint = convert.key_in(request.key), convert.fingerprint_in(request.fingerprint)
             if len(fingerprint.chain) > _LONG_BYTES:
                 await self._in_turn()
@@ -125,6 +131,8 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         by_fingerprint = _by_fingerprint(request)
         request_id = validate.text("request_id", request.request_id)
         wait_s = validate.wait(request.wait) if request.HasField("wait") else None
+        if self._rates is not None:
+            self._rates.take(request.key.tenant_id)
         fingerprint = convert.fingerprint_in(request.fingerprint) if by_fingerprint else None
         if fingerprint is not None and len(fingerprint.chain) > _LONG_BYTES:
             await self._in_turn()
@@ -135,6 +143,8 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         validate.key(request.key)
         if request.turn < 0:
             raise InvalidFieldError("turn", "must not be negative")
+        if self._rates is not None:
+            self._rates.take(request.key.tenant_id)
         return await self._claims.claim(
             convert.key_in(request.key),
             validate.claim_id("request_id", request.request_id),
@@ -169,6 +179,8 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         if request.turn < 0:
             raise InvalidFieldError("turn", "must not be negative")
         ttl_s = validate.span("ttl", request.ttl)
+        if self._rates is not None:
+            self._rates.take(request.key.tenant_id)
         return await self._touches.touch(convert.key_in(request.key), ttl_s, request.turn)
 
     def write_known(self, answer: location_pb2.LookupLocationResponse, known: m.Found | m.MissReason) -> None:

@@ -19,6 +19,7 @@ from kvplane.controlplane.errors import (
 )
 from kvplane.controlplane.ledger import Decision, Ledger, Write, same_state, understood
 from kvplane.controlplane.prefixes import Prefixes
+from kvplane.controlplane.quotas import Quotas
 from kvplane.controlplane.releases import Releases
 
 _TURN_AHEAD_MS = 86_400_000
@@ -40,6 +41,7 @@ class Locations:
         availability: Availability,
         prefixes: Prefixes,
         settings: m.Settings,
+        quotas: Quotas | None = None,
     ) -> None:
         self._ledger = ledger
         self._engines = engines
@@ -47,13 +49,15 @@ class Locations:
         self._availability = availability
         self._prefixes = prefixes
         self._settings = settings
+        self._quotas = quotas
 
     async def announce(
         self, engine_id: str, engine_epoch: int, value: m.Announcement, *, stream: int = 0
     ) -> m.Announced:
         """Put a location on record, unless a newer turn is. Idempotent per holder.
 
-        What it replaces is released on its engine. With `stream`, only while that is the engine's newest.
+        What it replaces is released on its engine, and what its tenant retains too much of, oldest first; it
+        is refused if it alone is too much. With `stream`, only while that is the engine's newest.
         Raises UnknownEngineError, StaleEpochError, SupersededStreamError, EngineDrainingError,
         InvalidFieldError, ContentionError.
         """
@@ -65,6 +69,11 @@ class Locations:
             result = await self._ledger.decide(lambda: self._announce(holder, value, stream))
         if result.outcome is m.AnnounceOutcome.ACCEPTED:
             self._engines.announced(engine_id, engine_epoch)
+        if self._quotas is not None:
+            if result.outcome is m.AnnounceOutcome.ACCEPTED:
+                await self._quotas.after_announcement(keys.location(value.key))
+            elif result.outcome is m.AnnounceOutcome.REFUSED:
+                self._quotas.refused += 1
         return result
 
     def _announce(self, holder: m.Holder, value: m.Announcement, stream: int) -> Decision[m.Announced]:
@@ -95,6 +104,12 @@ class Locations:
                 answer = m.Announced(m.AnnounceOutcome.SUPERSEDED)
                 return Decision(
                     answer, compares, self._releases.replacing(location, m.ReleaseReason.SUPERSEDED)
+                )
+            if self._quotas is not None and (refusal := self._quotas.refusal(value)):
+                return Decision(
+                    m.Announced(m.AnnounceOutcome.REFUSED, detail=refusal),
+                    compares,
+                    [self._not_kept(turns_key, known, value, now)],
                 )
         writes: list[Write] = []
         if current is not None:
@@ -127,6 +142,20 @@ class Locations:
             )
             writes.append(ledger.keep_turns(turns_key, settled, self._settings.turns_kept_ms))
         return Decision(_accepted(location, now), compares, writes)
+
+    def _not_kept(self, turns_key: bytes, known: m.Turns, value: m.Announcement, now: int) -> Write:
+        """Return the note that a turn has ended and, for its tenant's quota, left nothing on record."""
+        ended = replace(
+            known,
+            latest_turn=max(known.latest_turn, value.turn),
+            settled_turn=max(known.settled_turn, value.turn),
+            ended_turn=max(known.ended_turn, value.turn),
+            quota_turn=max(known.quota_turn, value.turn),
+            settled_at_ms=now,
+            lease_class=value.lease_class,
+            wanted_until_ms=0 if value.turn >= known.latest_turn else known.wanted_until_ms,
+        )
+        return self._ledger.keep_turns(turns_key, ended, self._settings.turns_kept_ms)
 
     def _location(self, holder: m.Holder, value: m.Announcement, engine: m.Engine, now: int) -> m.Location:
         ttl_s = min(value.ttl_s, self._settings.max_location_ttl_s)
@@ -173,6 +202,8 @@ class Locations:
         """Return why a conversation with these turns has no retained location."""
         if turns.claimed_turn and turns.claimed_turn >= turns.settled_turn:
             return m.MissReason.CLAIMED
+        if turns.quota_turn and turns.quota_turn >= turns.settled_turn:
+            return m.MissReason.QUOTA
         return m.MissReason.UNKNOWN_CONVERSATION
 
     async def renew(self, holder: m.Holder, ttl_s: float) -> float | None:

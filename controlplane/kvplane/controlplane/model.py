@@ -57,6 +57,7 @@ class MissReason(IntEnum):
     QUARANTINED = 6
     INCOMPATIBLE_ENGINE = 7
     TURN_IN_FLIGHT = 8
+    QUOTA = 9
 
 
 class AnnounceOutcome(IntEnum):
@@ -86,6 +87,7 @@ class ReleaseReason(IntEnum):
     CONVERSATION_ENDED = 5
     CAPACITY = 6
     REFUSED = 7
+    QUOTA = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +280,7 @@ class Turns(Struct, frozen=True, gc=False):
     settled_at_ms: int = 0
     lease_class: int = 0
     wanted_until_ms: int = 0
+    quota_turn: int = 0
     unknown: bytes = b""
 
     @property

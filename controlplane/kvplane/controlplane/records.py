@@ -19,6 +19,7 @@ from kvplane.storage.v1 import records_pb2 as pb
 T = TypeVar("T")
 
 
+_REASONS = {reason.value: reason for reason in m.ReleaseReason}
 _NUMBER_BITS = 62
 """Turns, epochs and times follow the clock's milliseconds; what needs more is damaged or forged."""
 
@@ -100,6 +101,12 @@ def location_size(raw: bytes) -> tuple[str, int, int]:
     """Return who holds a stored location, how many tokens, and how many blocks."""
     record = _location_record(raw)
     return record.engine_id, record.token_count, record.block_count
+
+
+def location_turn(raw: bytes) -> tuple[int, int]:
+    """Return the turn of a stored location, and how many blocks it holds."""
+    record = _location_record(raw)
+    return record.turn, record.block_count
 
 
 def claim_deadline_ms(raw: bytes) -> int:
@@ -282,6 +289,7 @@ def dump_turns(value: m.Turns) -> bytes:
     record.settled_at_ms = value.settled_at_ms
     record.lease_class = value.lease_class
     record.wanted_until_ms = value.wanted_until_ms
+    record.quota_turn = value.quota_turn
     if value.unknown:
         record.MergeFromString(value.unknown)
     return record.SerializeToString()
@@ -305,6 +313,7 @@ def load_turns(raw: bytes) -> m.Turns:
         record.settled_at_ms,
         record.lease_class,
         record.wanted_until_ms,
+        record.quota_turn,
         _unknown(record) if len(UnknownFieldSet(record)) else b"",
     )
     if (  # one test for all, of the value's members, which are read faster than the record's: a hot path
@@ -317,6 +326,7 @@ def load_turns(raw: bytes) -> m.Turns:
         | value.settled_at_ms
         | value.lease_class
         | value.wanted_until_ms
+        | value.quota_turn
     ) >> _NUMBER_BITS:
         raise UnreadableRecordError("a number is negative or impossibly large")
     return value
@@ -351,9 +361,10 @@ def dump_order(value: m.Order) -> bytes:
 
 
 def load_order(holder: m.Holder, raw: bytes) -> m.Order:
-    """Return a stored order."""
+    """Return a stored order. A reason that only a newer version has counts as refused: freed it is anyhow."""
     record = pb.OrderRecord.FromString(raw)
-    return m.Order(holder, m.ReleaseReason(record.reason), record.deadline_ms)
+    reason = _REASONS.get(record.reason, m.ReleaseReason.REFUSED)
+    return m.Order(holder, reason, record.deadline_ms)
 
 
 def dump_epoch(engine_epoch: int) -> bytes:

@@ -143,7 +143,23 @@ class Releases:
         ended, turns_unchanged = self._ended(location.value)
         return Decision(m.ReleaseOutcome.RELEASED, [location.unchanged(), turns_unchanged], [*ending, ended])
 
-    def _ended(self, location: m.Location) -> tuple[Write, Compare]:
+    async def displace(self, location: m.Location) -> bool:
+        """End a location for its tenant's quota, unless it has been replaced; its engine is told.
+
+        True if it ended.
+        """
+
+        def attempt() -> Decision[bool]:
+            stored = self._ledger.location_at(keys.location(location.key))
+            if stored.value is None or stored.value.holder != location.holder:
+                return Decision(False, [stored.unchanged()])
+            ending = self.ending(stored.key, stored.value, m.ReleaseReason.QUOTA)
+            ended, turns_unchanged = self._ended(stored.value, for_quota=True)
+            return Decision(True, [stored.unchanged(), turns_unchanged], [*ending, ended])
+
+        return await self._ledger.decide(attempt)
+
+    def _ended(self, location: m.Location, *, for_quota: bool = False) -> tuple[Write, Compare]:
         """Return the note that a turn's location is over for good, and the compare that it rests on.
 
         So that a late duplicate of its announcement does not put it on record again.
@@ -151,6 +167,8 @@ class Releases:
         turns = self._ledger.turns_at(keys.turns(location.key))
         known = turns.value or m.Turns(location.turn, "", location.turn)
         ended = replace(known, ended_turn=max(known.ended_turn, location.turn))
+        if for_quota:
+            ended = replace(ended, quota_turn=max(ended.quota_turn, location.turn))
         return self._ledger.keep_turns(turns.key, ended, self._settings.turns_kept_ms), turns.unchanged()
 
     async def evict(self, turns_key: bytes) -> None:

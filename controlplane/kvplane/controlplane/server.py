@@ -29,6 +29,8 @@ from kvplane.controlplane.location_service import LocationServicer
 from kvplane.controlplane.locations import Locations
 from kvplane.controlplane.mirror import Mirror
 from kvplane.controlplane.prefixes import Prefixes
+from kvplane.controlplane.quotas import Quotas, TenantLimits
+from kvplane.controlplane.rates import OperationRates
 from kvplane.controlplane.releases import Releases
 from kvplane.controlplane.replicas import Replicas
 from kvplane.controlplane.schema import SchemaError, ensure_schema
@@ -61,7 +63,9 @@ class AddressInUseError(Exception):
 class ControlPlane:
     """Everything the control plane knows and does, over one store. Transport comes on top."""
 
-    def __init__(self, store: Store, clock: Clock, settings: m.Settings) -> None:
+    def __init__(
+        self, store: Store, clock: Clock, settings: m.Settings, limits: TenantLimits | None = None
+    ) -> None:
         self.store = store
         self.settings = settings
         self._clock = clock
@@ -73,19 +77,38 @@ class ControlPlane:
         self.releases = Releases(ledger, settings)
         availability = Availability(self.engines, time, settings)
         self.prefixes = Prefixes(ledger, availability)
-        self.locations = Locations(ledger, self.engines, self.releases, availability, self.prefixes, settings)
+        self.quotas = None if limits is None else Quotas(ledger, self.releases, limits)
+        """What tenants retain and may; None if there are no limits."""
+        self.rates = None if self.quotas is None else OperationRates(self.quotas.rate_of, clock.monotonic)
+        """How often tenants may ask; None likewise."""
+        self.locations = Locations(
+            ledger, self.engines, self.releases, availability, self.prefixes, settings, self.quotas
+        )
         self.turns = Turns(ledger, self.locations, availability, self.prefixes, settings)
         self.claims = Claims(ledger, availability, self.turns, settings)
         self.touches = Touches(ledger, self.engines, settings)
         self.sweeper = Sweeper(
-            self.mirror, self.releases, self.engines, time, settings, rank=self.replicas.rank
+            self.mirror,
+            self.releases,
+            self.engines,
+            time,
+            settings,
+            rank=self.replicas.rank,
+            quotas=self.quotas,
         )
         self.attachments = Attachments(ledger, self.engines, self.locations, self.releases)
         self.status = Status(ledger, self.replicas, settings, clock)
         self.engine_servicer = EngineServicer(self.engines, self.attachments, HoldingsCount(ledger), settings)
         self.status_servicer = StatusServicer(self.status)
         self.location_servicer = LocationServicer(
-            ledger, self.engines, self.locations, self.turns, self.claims, self.releases, self.touches
+            ledger,
+            self.engines,
+            self.locations,
+            self.turns,
+            self.claims,
+            self.releases,
+            self.touches,
+            self.rates,
         )
 
     def start(self) -> list[asyncio.Task[None]]:
@@ -135,8 +158,14 @@ class ControlPlane:
 class ControlPlaneServer:
     """A gRPC server of a control plane. The store is the caller's and outlives it."""
 
-    def __init__(self, store: Store, clock: Clock, settings: m.Settings | None = None) -> None:
-        self.plane = ControlPlane(store, clock, settings or m.Settings())
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        settings: m.Settings | None = None,
+        limits: TenantLimits | None = None,
+    ) -> None:
+        self.plane = ControlPlane(store, clock, settings or m.Settings(), limits)
         self._clock = clock
         self._tasks: list[asyncio.Task[None]] = []
         self._health = health.aio.HealthServicer()

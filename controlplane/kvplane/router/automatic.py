@@ -106,7 +106,7 @@ async def _begin_after(plane: Plane, key: ConversationKey, name: str, wait_s: fl
             begun = await _when_announced(plane, begun, wait_s)
         if begun.location is not None:
             return begun
-        if begun.miss is not MissReason.TURN_IN_FLIGHT:
+        if begun.turn and begun.miss is not MissReason.TURN_IN_FLIGHT:
             plane.end_later(begun.key)
         first = first or begun
         if begun.turn_index <= 1:

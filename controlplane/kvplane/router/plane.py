@@ -23,9 +23,11 @@ from kvplane.router.metrics import RouterMetrics
 
 log = structlog.get_logger("kvplane.router")
 T = TypeVar("T")
+L = TypeVar("L")
 
 _FAILURES_TO_OPEN = 2
 _MIN_HOLD_S, _MAX_HOLD_S = 0.5, 10.0
+_QUOTA_EXCEEDED = "QUOTA_EXCEEDED"
 _NEVER_ANSWERED = "it has not answered yet: --plane takes the gRPC port of kvplane serve, no HTTP server's"
 
 
@@ -119,18 +121,24 @@ class Plane:
         return not self._open
 
     async def begin_turn(self, key: ConversationKey, *, wait_s: float | None = None) -> BegunTurn | None:
-        """Number a turn and learn what is known, after a wait for one in flight."""
+        """Number a turn and learn what is known, after a wait for one in flight.
+
+        Where the tenant asks for more than it may, it gets no number: `turn` is 0.
+        """
         call = self._turns.begin_turn
         wait = self._wait_s if wait_s is None else wait_s
         return await self._ask(
             "begin_turn",
             lambda: call(key, uuid.uuid4().hex, wait_s=wait, timeout_s=self._timeout_s + wait),
+            limited=BegunTurn(0, None, MissReason.QUOTA, key),
         )
 
     async def lookup(self, key: ConversationKey) -> Location | MissReason | None:
         """Learn what is known without beginning a turn."""
         return await self._ask(
-            "lookup_location", lambda: self._turns.lookup_location(key, timeout_s=self._timeout_s)
+            "lookup_location",
+            lambda: self._turns.lookup_location(key, timeout_s=self._timeout_s),
+            limited=MissReason.QUOTA,
         )
 
     async def claim(
@@ -154,7 +162,7 @@ class Plane:
                 timeout_s=self._timeout_s,
             )
 
-        task = self._spawn(self._ask("claim_location", call))
+        task = self._spawn(self._ask("claim_location", call, limited=MissReason.QUOTA))
         try:
             answer = await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -196,16 +204,26 @@ class Plane:
     async def _touch(self, key: ConversationKey, ttl_s: float, turn: int) -> bool | None:
         call = self._turns.touch_conversation
         return await self._ask(
-            "touch_conversation", lambda: call(key, ttl_s, turn=turn, timeout_s=self._timeout_s)
+            "touch_conversation",
+            lambda: call(key, ttl_s, turn=turn, timeout_s=self._timeout_s),
+            limited=False,
         )
 
-    async def _ask(self, call: str, ask: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
+    async def _ask(
+        self, call: str, ask: Callable[[], Coroutine[Any, Any, T]], *, limited: L | None = None
+    ) -> T | L | None:
+        """Ask, and say None where there is no answer; `limited` where the tenant has asked too often."""
         if self._open:
             self._metrics.plane_calls.labels(call, "skipped").inc()
             return None
         try:
             answer = await ask()
         except (InvalidFieldError, LimitExceededError) as error:
+            if (
+                error.reason == _QUOTA_EXCEEDED
+            ):  # the tenant's doing, as often as it likes: counted, not logged
+                self._metrics.plane_calls.labels(call, "quota").inc()
+                return limited
             log.warning("control_plane_refused", call=call, problem=str(error), reason=error.reason)
             self._metrics.plane_calls.labels(call, "refused").inc()
             return None

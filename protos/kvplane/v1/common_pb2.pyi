@@ -23,6 +23,7 @@ class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MISS_REASON_QUARANTINED: _ClassVar[MissReason]
     MISS_REASON_INCOMPATIBLE_ENGINE: _ClassVar[MissReason]
     MISS_REASON_TURN_IN_FLIGHT: _ClassVar[MissReason]
+    MISS_REASON_QUOTA: _ClassVar[MissReason]
 
 class AnnounceOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -50,6 +51,7 @@ MISS_REASON_ENGINE_DRAINING: MissReason
 MISS_REASON_QUARANTINED: MissReason
 MISS_REASON_INCOMPATIBLE_ENGINE: MissReason
 MISS_REASON_TURN_IN_FLIGHT: MissReason
+MISS_REASON_QUOTA: MissReason
 ANNOUNCE_OUTCOME_UNSPECIFIED: AnnounceOutcome
 ANNOUNCE_OUTCOME_ACCEPTED: AnnounceOutcome
 ANNOUNCE_OUTCOME_SUPERSEDED: AnnounceOutcome

@@ -33,6 +33,7 @@ class ReleaseReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RELEASE_REASON_CONVERSATION_ENDED: _ClassVar[ReleaseReason]
     RELEASE_REASON_CAPACITY: _ClassVar[ReleaseReason]
     RELEASE_REASON_REFUSED: _ClassVar[ReleaseReason]
+    RELEASE_REASON_QUOTA: _ClassVar[ReleaseReason]
 ENGINE_ROLE_UNSPECIFIED: EngineRole
 ENGINE_ROLE_PREFILL: EngineRole
 ENGINE_ROLE_DECODE: EngineRole
@@ -50,6 +51,7 @@ RELEASE_REASON_CLAIM_TIMEOUT: ReleaseReason
 RELEASE_REASON_CONVERSATION_ENDED: ReleaseReason
 RELEASE_REASON_CAPACITY: ReleaseReason
 RELEASE_REASON_REFUSED: ReleaseReason
+RELEASE_REASON_QUOTA: ReleaseReason
 
 class EngineProfile(_message.Message):
     __slots__ = ("model", "model_revision", "kv_dtype", "block_size", "tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size", "engine_version", "transfer_mode")

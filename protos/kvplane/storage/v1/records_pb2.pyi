@@ -168,7 +168,7 @@ class ClaimRecord(_message.Message):
     def __init__(self, claim_id: _Optional[str] = ..., owner: _Optional[str] = ..., location: _Optional[_Union[LocationRecord, _Mapping]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
 
 class TurnRecord(_message.Message):
-    __slots__ = ("latest_turn", "request_id", "settled_turn", "in_flight_until_ms", "claimed_turn", "ended_turn", "turn_index", "settled_at_ms", "lease_class", "wanted_until_ms")
+    __slots__ = ("latest_turn", "request_id", "settled_turn", "in_flight_until_ms", "claimed_turn", "ended_turn", "turn_index", "settled_at_ms", "lease_class", "wanted_until_ms", "quota_turn")
     LATEST_TURN_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SETTLED_TURN_FIELD_NUMBER: _ClassVar[int]
@@ -179,6 +179,7 @@ class TurnRecord(_message.Message):
     SETTLED_AT_MS_FIELD_NUMBER: _ClassVar[int]
     LEASE_CLASS_FIELD_NUMBER: _ClassVar[int]
     WANTED_UNTIL_MS_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_TURN_FIELD_NUMBER: _ClassVar[int]
     latest_turn: int
     request_id: str
     settled_turn: int
@@ -189,7 +190,8 @@ class TurnRecord(_message.Message):
     settled_at_ms: int
     lease_class: int
     wanted_until_ms: int
-    def __init__(self, latest_turn: _Optional[int] = ..., request_id: _Optional[str] = ..., settled_turn: _Optional[int] = ..., in_flight_until_ms: _Optional[int] = ..., claimed_turn: _Optional[int] = ..., ended_turn: _Optional[int] = ..., turn_index: _Optional[int] = ..., settled_at_ms: _Optional[int] = ..., lease_class: _Optional[int] = ..., wanted_until_ms: _Optional[int] = ...) -> None: ...
+    quota_turn: int
+    def __init__(self, latest_turn: _Optional[int] = ..., request_id: _Optional[str] = ..., settled_turn: _Optional[int] = ..., in_flight_until_ms: _Optional[int] = ..., claimed_turn: _Optional[int] = ..., ended_turn: _Optional[int] = ..., turn_index: _Optional[int] = ..., settled_at_ms: _Optional[int] = ..., lease_class: _Optional[int] = ..., wanted_until_ms: _Optional[int] = ..., quota_turn: _Optional[int] = ...) -> None: ...
 
 class HoldingRecord(_message.Message):
     __slots__ = ("location_key", "claim_id")
