@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvplane.client import model as m
-from kvplane.client.errors import ControlPlaneUnavailableError
+from kvplane.client.errors import ControlPlaneUnavailableError, LimitExceededError
 
 
 class FakePlane:
@@ -22,6 +22,8 @@ class FakePlane:
         self.down = False
         self.answers = asyncio.Event()
         self.answers.set()
+        self.limited = False
+        """Whether the tenant asks for more than it may."""
         self.refuse_claims: m.MissReason | None = None
         self.calls: Counter[str] = Counter()
         self.engines: dict[m.EngineId, m.Engine] = {}
@@ -45,6 +47,8 @@ class FakePlane:
         self.calls[call] += 1
         if self.down:
             raise ControlPlaneUnavailableError("down")
+        if self.limited and call in ("begin_turn", "lookup_location", "claim_location", "touch_conversation"):
+            raise LimitExceededError("too many", reason="QUOTA_EXCEEDED")
         try:
             async with asyncio.timeout(timeout_s or 2.0):
                 await self.answers.wait()

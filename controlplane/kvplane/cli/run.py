@@ -109,7 +109,9 @@ async def _control_plane(config: Config) -> AsyncIterator[ControlPlaneServer]:
         max_staleness_s=config.max_staleness,
         max_conversations=config.max_conversations,
     )
-    limits = None if config.tenant_limits is None else LimitsFile(config.tenant_limits)
+    limits = None
+    if config.tenant_limits is not None:
+        limits = await asyncio.to_thread(LimitsFile, config.tenant_limits)
     async with open_store(config.store, clock) as store:
         log.info("store_chosen", store=without_password(config.store), shared=store.shared)
         server = ControlPlaneServer(store, clock, settings, None if limits is None else limits.current)

@@ -305,7 +305,7 @@ class TurnServer:
         if answer is None:
             turn.went_cold("plane_unavailable")
         else:
-            turn.went_cold("incompatible_engine" if answer == "incompatible_engine" else "claim_lost")
+            turn.went_cold(str(answer) if answer in ("incompatible_engine", "quota") else "claim_lost")
         return None
 
     async def _prefill_leg(self, turn: Turn, engine: Engine, claim: Claim | None) -> Prefilled:
