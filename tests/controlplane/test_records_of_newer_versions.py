@@ -140,3 +140,9 @@ def test_records_that_are_never_written_back_are_read(
 def test_values_made_anew_have_nothing_unknown_and_it_comes_last(kind: type) -> None:
     last = list(inspect.signature(kind).parameters.values())[-1]
     assert (last.name, last.default) == ("unknown", b"")
+
+
+def test_an_order_with_a_reason_of_a_newer_version_is_an_order() -> None:
+    order = records_pb2.OrderRecord(reason=max(m.ReleaseReason) + 1, deadline_ms=5).SerializeToString()
+    holder = m.Holder("d", 1, "r")
+    assert records.load_order(holder, order) == m.Order(holder, m.ReleaseReason.REFUSED, 5)

@@ -20,6 +20,8 @@ T = TypeVar("T")
 
 
 _REASONS = {reason.value: reason for reason in m.ReleaseReason}
+_MAX_REASON = 64
+"""Newer versions may have more reasons than this one; not that many."""
 _NUMBER_BITS = 62
 """Turns, epochs and times follow the clock's milliseconds; what needs more is damaged or forged."""
 
@@ -363,7 +365,11 @@ def dump_order(value: m.Order) -> bytes:
 def load_order(holder: m.Holder, raw: bytes) -> m.Order:
     """Return a stored order. A reason that only a newer version has counts as refused: freed it is anyhow."""
     record = pb.OrderRecord.FromString(raw)
-    reason = _REASONS.get(record.reason, m.ReleaseReason.REFUSED)
+    reason = _REASONS.get(record.reason)
+    if reason is None:
+        if not 0 < record.reason <= _MAX_REASON:
+            raise UnreadableRecordError("it gives no reason")
+        reason = m.ReleaseReason.REFUSED
     return m.Order(holder, reason, record.deadline_ms)
 
 
