@@ -105,3 +105,34 @@ async def test_cancelling_a_gathering_cancels_what_it_waits_for() -> None:
     with pytest.raises(asyncio.CancelledError):
         await gathering
     assert ended.is_set()
+
+
+@pytest.mark.parametrize("what", ["an event", "a turn of the loop", "what is there already"])
+async def test_a_task_of_the_rest_that_is_cancelled_before_it_runs_is_cancelled_where_it_waits(
+    what: str,
+) -> None:
+    heard: list[str] = []
+    there: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def careful() -> None:
+        try:
+            if what == "an event":
+                await asyncio.Event().wait()
+            elif what == "a turn of the loop":
+                await asyncio.sleep(0)
+            else:
+                await there
+        except asyncio.CancelledError:
+            heard.append("cancelled")
+            raise
+        finally:
+            await asyncio.sleep(0)  # not possible in a coroutine that is merely closed
+            heard.append("cleaned up")
+
+    task = eager.now(careful())
+    assert isinstance(task, asyncio.Task)
+    there.set_result(None)
+    task.cancel()
+    await asyncio.wait((task,), timeout=5)
+    assert task.cancelled()
+    assert heard == ["cancelled", "cleaned up"]

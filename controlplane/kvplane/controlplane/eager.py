@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Generator, Iterable
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -12,33 +12,39 @@ SLICE = 16
 """Operations in a row, each some 50 us, after which others get their turn."""
 
 
-class _Rest(Generic[T]):
-    """Awaitable: the rest of a coroutine that was started by hand and waits for `awaited`."""
+class _Rest(Coroutine[Any, Any, T]):
+    """The rest of a coroutine that was started by hand and waits for `awaited`; for a task to run.
+
+    A coroutine around it would do, but for a task that is cancelled before its first step: that never enters
+    what it was to run, which would be closed some time later, in the middle of what it waits for.
+    """
 
     def __init__(self, coroutine: Coroutine[Any, Any, T], awaited: Any) -> None:
         self._coroutine = coroutine
         self._awaited = awaited
+        self._is_begun = False
+
+    def send(self, value: Any) -> Any:
+        """Have the task wait for what is awaited, then go on."""
+        if self._is_begun:
+            return self._coroutine.send(value)
+        self._is_begun = True
+        return self._awaited
+
+    def throw(self, *error: Any) -> Any:
+        """Pass an exception on. Before the first step it can only be that the task was cancelled."""
+        if self._is_begun or self._awaited is None or not self._awaited.cancel():
+            self._is_begun = True
+            return self._coroutine.throw(*error)
+        self._is_begun = True
+        return self._awaited  # which is cancelled, and says so
+
+    def close(self) -> None:
+        """End it."""
+        self._coroutine.close()
 
     def __await__(self) -> Generator[Any, Any, T]:
-        coroutine, awaited = self._coroutine, self._awaited
-        try:
-            while True:
-                try:
-                    sent = yield awaited
-                except GeneratorExit:
-                    coroutine.close()
-                    raise
-                except BaseException as error:
-                    awaited = coroutine.throw(error)
-                else:
-                    awaited = coroutine.send(sent)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-
-
-async def _finish(rest: _Rest[T]) -> T:
-    return await rest
+        return self._coroutine.__await__()
 
 
 Start = Callable[[Coroutine[Any, Any, T]], "T | asyncio.Task[T]"]
@@ -56,7 +62,7 @@ def now(coroutine: Coroutine[Any, Any, T]) -> T | asyncio.Task[T]:
     except StopIteration as end:
         result: T = end.value
         return result
-    return asyncio.get_running_loop().create_task(_finish(_Rest(coroutine, awaited)))
+    return asyncio.get_running_loop().create_task(_Rest(coroutine, awaited))
 
 
 def later(coroutine: Coroutine[Any, Any, T]) -> T | asyncio.Task[T]:
