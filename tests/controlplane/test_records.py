@@ -16,7 +16,7 @@ from kvplane.v1 import engine_pb2
 
 TEXT = st.text(max_size=30)
 COUNT = st.integers(0, 2**31 - 1)
-HOLDERS = st.builds(m.Holder, TEXT, st.integers(1, 2**63 - 1), TEXT)
+HOLDERS = st.builds(m.Holder, TEXT, st.integers(1, 2**62 - 1), TEXT)
 KEYS = st.builds(m.ConversationKey, TEXT, TEXT, TEXT, TEXT)
 LOCATIONS = st.builds(
     m.Location,

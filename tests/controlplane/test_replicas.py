@@ -300,7 +300,7 @@ async def test_a_drain_and_a_load_are_known_to_all(fleet: Fleet) -> None:
     await one.plane.engines.renew("d", engine.engine_epoch, m.EngineLoad(running_requests=7))
     await other.plane.engines.drain("d")
     await settle()
-    [live], _ = await one.plane.engines.list(after="", limit=10)
+    [live], _ = await one.plane.engines.list(after=b"", limit=10)
     assert live.engine.draining
     assert live.load == m.EngineLoad(running_requests=7)
 
@@ -445,6 +445,6 @@ async def test_one_bad_record_takes_nothing_else_with_it(store_key: bytes, value
         assert await rig.orders(again) == {"q3": m.ReleaseReason.EXPIRED}
         found, _, _ = await rig.plane.locations.list(after=b"", limit=100, tenant_id="t", engine_id="d")
         assert [item.location.holder for item, _ in found if item.location.key == key()] == []
-        engines, _ = await rig.plane.engines.list(after="", limit=10)
+        engines, _ = await rig.plane.engines.list(after=b"", limit=10)
         assert "d" in [live.engine.spec.engine_id for live in engines]
         rig.plane.mirror.require_fresh()

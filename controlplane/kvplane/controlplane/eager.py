@@ -77,25 +77,30 @@ async def gather(coroutines: Iterable[Coroutine[Any, Any, T]], start: Start[T]) 
     """
     outcomes: list[T | asyncio.Task[T]] = []
     error: Exception | None = None
-    for number, coroutine in enumerate(coroutines, 1):
-        if error is not None:
-            coroutine.close()
-            continue
-        if not number % SLICE:
-            await asyncio.sleep(0)  # what never waits would hold up all others
-        try:
-            outcomes.append(start(coroutine))
-        except Exception as raised:
-            error = raised
-    tasks = [outcome for outcome in outcomes if isinstance(outcome, asyncio.Task)]
-    if tasks:
-        try:
+    tasks = list[asyncio.Task[T]]()
+    left = iter(coroutines)
+    try:
+        for number, coroutine in enumerate(left, 1):
+            try:
+                outcomes.append(outcome := start(coroutine))
+            except Exception as raised:
+                error = raised
+                break
+            if isinstance(outcome, asyncio.Task):
+                tasks.append(outcome)
+            if not number % SLICE:
+                await asyncio.sleep(0)  # what never waits would hold up all others
+        if tasks:
             await asyncio.wait(tasks)
-        except asyncio.CancelledError:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
+    except asyncio.CancelledError:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+    finally:
+        for coroutine in left:
+            coroutine.close()
+    if tasks:
         error = error or next((e for task in tasks if isinstance(e := task.exception(), Exception)), None)
     if error is not None:
         raise error

@@ -9,7 +9,6 @@ from kvplane.controlplane import convert, validate
 from kvplane.controlplane import model as m
 from kvplane.controlplane.attachments import Attachments
 from kvplane.controlplane.engines import EngineRegistry, LiveEngine
-from kvplane.controlplane.errors import InvalidFieldError
 from kvplane.controlplane.holdings import NOTHING, HoldingsCount
 from kvplane.controlplane.paging import decode_token, encode_token
 from kvplane.v1 import engine_pb2, engine_pb2_grpc
@@ -74,23 +73,19 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     ) -> engine_pb2.ListEnginesResponse:
         """See the protos."""
         limit = validate.page_size(request.page_size)
-        try:
-            after = decode_token(request.page_token).decode()
-        except UnicodeDecodeError:
-            raise InvalidFieldError("page_token", "must be a next_page_token of an earlier answer") from None
+        after = decode_token(request.page_token)
         found: Sequence[LiveEngine | tuple[str, int]]
         if request.include_gone:
-            found, more = await self._engines.list_all(after=after, limit=limit)
+            found, last = await self._engines.list_all(after=after, limit=limit)
         else:
-            found, more = await self._engines.list(after=after, limit=limit)
+            found, last = await self._engines.list(after=after, limit=limit)
         answer = engine_pb2.ListEnginesResponse(
             engines=[
                 convert.engine_out(engine) if isinstance(engine, LiveEngine) else convert.gone_out(*engine)
                 for engine in found
-            ]
+            ],
+            next_page_token=encode_token(last),
         )
-        if more:
-            answer.next_page_token = encode_token(answer.engines[-1].spec.engine_id.encode())
         if request.with_holdings:
             holdings = await self._holdings.by_engine()
             for engine in answer.engines:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import structlog
 from msgspec import Struct
@@ -18,7 +19,7 @@ from kvplane.controlplane.errors import (
     UnknownEngineError,
 )
 from kvplane.controlplane.ledger import Decision, Keep, Ledger, Stored, Write, same_state, understood
-from kvplane.store.base import Compare, Delete, Lease, Put
+from kvplane.store.base import Compare, Delete, Lease, Page, Put
 from kvplane.store.errors import LeaseNotFoundError, StoreError
 
 log = structlog.get_logger(__name__)
@@ -117,29 +118,34 @@ class EngineRegistry:
             return True
         return self._broken.get((engine.spec.engine_id, engine.engine_epoch)) == engine.stream != 0
 
-    async def list(self, *, after: str, limit: int) -> tuple[list[LiveEngine], bool]:
-        """Return live engines with ids greater than `after`, and whether more follow."""
-        start = keys.engine(after) if after else b""
+    async def list(self, *, after: bytes, limit: int) -> tuple[list[LiveEngine], bytes]:
+        """Return live engines after a position (b"": from the first), and the position to go on from.
+
+        That is b"" at the end. Positions are ids, as bytes.
+        """
+        start = keys.ENGINES + after if after else b""
         page = await self._ledger.store.scan(keys.ENGINES, after=start, limit=limit)
         loaded = [understood(item, records.load_engine) for item in page.items]
         engines = [engine for engine in loaded if engine is not None]
-        return [self._live(engine) for engine in engines], page.more
+        return [self._live(engine) for engine in engines], _position(page)
 
     async def list_all(
-        self, *, after: str, limit: int
-    ) -> tuple[builtins.list[LiveEngine | tuple[str, int]], bool]:
+        self, *, after: bytes, limit: int
+    ) -> tuple[builtins.list[LiveEngine | tuple[str, int]], bytes]:
         """Return the same with those that are gone, of which only (id, last epoch) are known."""
-        start = keys.epoch(after) if after else b""
+        start = keys.EPOCHS + after if after else b""
         page = await self._ledger.store.scan(keys.EPOCHS, after=start, limit=limit)
         found: builtins.list[LiveEngine | tuple[str, int]] = []
         for item in page.items:
-            engine_id = keys.engine_id_of_epoch(item.key)
-            engine = self.find(engine_id).value
+            engine_id = understood(item, partial(_engine_id, item.key))
+            engine = self.find(engine_id).value if engine_id is not None else None
+            if engine_id is None:
+                continue
             if engine is not None:
                 found.append(self._live(engine))
             else:
                 found.append((engine_id, understood(item, records.load_epoch) or 0))
-        return found, page.more
+        return found, _position(page)
 
     def _live(self, engine: m.Engine) -> LiveEngine:
         """Return a live engine with all that is known of it."""
@@ -372,3 +378,13 @@ def _is_late(registration_id: str, current: str) -> bool:
     if not mark or name != current_name or not (number.isdecimal() and current_number.isdecimal()):
         return False
     return int(number) < int(current_number)
+
+
+def _position(page: Page) -> bytes:
+    """Return what a page of engines or epochs ended at, b"" if none follows."""
+    return page.items[-1].key[len(keys.ENGINES) :] if page.more else b""
+
+
+def _engine_id(epoch_key: bytes, _: bytes) -> str:
+    """Return whose a stored epoch is. Raises ValueError for a key that names no engine."""
+    return keys.engine_id_of_epoch(epoch_key)

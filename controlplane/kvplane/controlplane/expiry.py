@@ -74,6 +74,7 @@ class Sweeper:
 
     def _on_claim(self, event: Event) -> None:
         if event.current is not None:
+            keys.claim_id_of(event.key)  # a key that names no claim cannot be swept, and is not counted
             ends = records.claim_deadline_ms(event.current.value) + self._settings.claim_grace_s * 1000
             heapq.heappush(self._claims, (round(ends), event.key))
 
@@ -133,7 +134,7 @@ class Sweeper:
         return True
 
     async def _time_out_claim(self, store_key: bytes) -> None:
-        await self._releases.time_out_claim(store_key.removeprefix(keys.CLAIMS).decode())
+        await self._releases.time_out_claim(keys.claim_id_of(store_key))
 
     async def _make_room(self) -> bool:
         most = self._settings.max_conversations

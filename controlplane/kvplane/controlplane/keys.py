@@ -123,6 +123,11 @@ def claim(claim_id: str) -> bytes:
     return CLAIMS + claim_id.encode()
 
 
+def claim_id_of(key: bytes) -> str:
+    """Return the claim id of a claim's key. Raises ValueError for what is none."""
+    return key.removeprefix(CLAIMS).decode()
+
+
 def engine(engine_id: str) -> bytes:
     """Return where an engine's live incarnation lies."""
     return ENGINES + engine_id.encode()

@@ -120,7 +120,7 @@ class Ledger:
 
     def location_at(self, store_key: bytes) -> Stored[m.Location]:
         """Read the retained location at a store key."""
-        return self._read(store_key, records.load_location)
+        return self._read(store_key, partial(own_location, store_key))
 
     def turns_at(self, store_key: bytes) -> Stored[m.Turns]:
         """Read a conversation's turns at a store key."""
@@ -132,7 +132,7 @@ class Ledger:
 
     def claim(self, claim_id: str) -> Stored[m.Claim]:
         """Read an open claim."""
-        return self._read(keys.claim(claim_id), records.load_claim)
+        return self._read(keys.claim(claim_id), _load_claim)
 
     def holding(self, holder: m.Holder) -> Stored[Holding]:
         """Read what became of a holder's blocks."""
@@ -294,6 +294,21 @@ def understood(item: KeyValue, load: Callable[[bytes], T]) -> T | None:
         if unlogged is not None:
             log.error("record_not_understood", store_key=repr(item.key), cause=repr(error), unlogged=unlogged)
         return None
+
+
+def own_location(store_key: bytes, raw: bytes) -> m.Location:
+    """Return a stored location. Raises ValueError if it is another conversation's than its key says."""
+    value = records.load_location(raw)
+    if keys.location(value.key) != store_key:
+        raise ValueError("key and value do not belong together")
+    return value
+
+
+def _load_claim(raw: bytes) -> m.Claim:
+    value = records.load_claim(raw)
+    keys.location(value.location.key)  # raises where an id is longer than any may be
+    keys.holding(value.location.holder)
+    return value
 
 
 def _load_begun(raw: bytes) -> m.ConversationKey:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
-from kvplane.controlplane import convert, keys, records, validate
+from kvplane.controlplane import convert, keys, validate
 from kvplane.controlplane import model as m
 from kvplane.controlplane.claims import Claims
 from kvplane.controlplane.engines import EngineRegistry
 from kvplane.controlplane.errors import InvalidFieldError, RevisionGoneError
-from kvplane.controlplane.ledger import Ledger, understood
+from kvplane.controlplane.ledger import Ledger, own_location, understood
 from kvplane.controlplane.locations import Locations
 from kvplane.controlplane.paging import decode_token, encode_token
 from kvplane.controlplane.rates import OperationRates
@@ -270,7 +271,7 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
             return None
         gone = event.current is None
         kind = location_pb2.LOCATION_EVENT_TYPE_GONE if gone else location_pb2.LOCATION_EVENT_TYPE_RETAINED
-        value, revision = understood(stored, records.load_location), stored.mod_revision
+        value, revision = understood(stored, partial(own_location, stored.key)), stored.mod_revision
         if value is None:
             return None
         location = convert.location_out(value, now_ms=self._now(), revision=revision, brief=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -17,7 +18,7 @@ from kvplane.controlplane.errors import (
     SupersededStreamError,
     UnknownEngineError,
 )
-from kvplane.controlplane.ledger import Decision, Ledger, Write, same_state, understood
+from kvplane.controlplane.ledger import Decision, Ledger, Write, own_location, same_state, understood
 from kvplane.controlplane.prefixes import Prefixes
 from kvplane.controlplane.quotas import Quotas
 from kvplane.controlplane.releases import Releases
@@ -264,7 +265,7 @@ class Locations:
                         await asyncio.sleep(0)  # what never waits would hold up all others
                     start = item.key
                     is_claim = prefix == keys.CLAIMS
-                    value = understood(item, _claimed if is_claim else records.load_location)
+                    value = understood(item, _claimed if is_claim else partial(own_location, item.key))
                     if value is None:
                         continue
                     if tenant_id not in ("", value.key.tenant_id):

@@ -6,6 +6,10 @@ import base64
 import binascii
 
 from kvplane.controlplane.errors import InvalidFieldError
+from kvplane.store.base import MAX_KEY_BYTES
+
+_MOST = 4 * (MAX_KEY_BYTES // 3 + 1)
+"""Characters of the longest position there is."""
 
 
 def encode_token(raw: bytes) -> str:
@@ -16,6 +20,8 @@ def encode_token(raw: bytes) -> str:
 def decode_token(token: str) -> bytes:
     """Return the position that a page token stands for."""
     try:
-        return base64.b64decode(token.encode(), altchars=b"-_", validate=True)
+        if len(token) <= _MOST:
+            return base64.b64decode(token.encode(), altchars=b"-_", validate=True)
     except (binascii.Error, UnicodeEncodeError):
-        raise InvalidFieldError("page_token", "must be a next_page_token of an earlier answer") from None
+        pass
+    raise InvalidFieldError("page_token", "must be a next_page_token of an earlier answer")

@@ -24,6 +24,8 @@ _MAX_REASON = 64
 """Newer versions may have more reasons than this one; not that many."""
 _NUMBER_BITS = 62
 """Turns, epochs and times follow the clock's milliseconds; what needs more is damaged or forged."""
+_NO_NUMBER = "a number is negative or impossibly large"
+_LOAD_BITS = 31
 
 
 class UnreadableRecordError(ValueError):
@@ -55,7 +57,7 @@ def dump_location(value: m.Location) -> bytes:
 
 
 def load_location(raw: bytes) -> m.Location:
-    """Return a stored location."""
+    """Return a stored location. Raises UnreadableRecordError for numbers as `load_turns` does."""
     return _location_value(_location_record(raw))
 
 
@@ -142,7 +144,7 @@ def _fill_location(record: pb.LocationRecord, value: m.Location) -> None:
 
 
 def _location_value(record: pb.LocationRecord) -> m.Location:
-    return m.Location(
+    value = m.Location(
         m.ConversationKey(record.tenant_id, record.model, record.adapter, record.conversation_id),
         m.Holder(record.engine_id, record.engine_epoch, record.request_id),
         record.turn,
@@ -157,6 +159,19 @@ def _location_value(record: pb.LocationRecord) -> m.Location:
         record.wanted_until_ms,
         _unknown(record) if len(UnknownFieldSet(record)) else b"",
     )
+    if (  # as in load_turns
+        value.holder.engine_epoch
+        | value.turn
+        | value.token_count
+        | value.block_count
+        | value.fingerprint.chunk_tokens
+        | value.deadline_ms
+        | value.not_before_ms
+        | value.data_parallel_rank
+        | value.wanted_until_ms
+    ) >> _NUMBER_BITS:
+        raise UnreadableRecordError(_NO_NUMBER)
+    return value
 
 
 def dump_claim(value: m.Claim) -> bytes:
@@ -260,9 +275,14 @@ def dump_load(engine_epoch: int, value: m.EngineLoad) -> bytes:
 
 
 def load_load(raw: bytes) -> tuple[int, m.EngineLoad]:
-    """Return a stored load and whose incarnation's it is."""
+    """Return a stored load and whose incarnation's it is. Raises UnreadableRecordError as load_turns does."""
     record = pb.LoadRecord.FromString(raw)
-    return record.engine_epoch, m.EngineLoad(**m.members(record, m.EngineLoad))
+    value = m.EngineLoad(**m.members(record, m.EngineLoad))
+    if (value.free_blocks | value.retained_blocks) >> _NUMBER_BITS:
+        raise UnreadableRecordError(_NO_NUMBER)
+    if (value.running_requests | value.waiting_requests | value.retained_conversations) >> _LOAD_BITS:
+        raise UnreadableRecordError(_NO_NUMBER)
+    return record.engine_epoch, value
 
 
 def dump_pulse(value: m.Pulse) -> bytes:
@@ -330,7 +350,7 @@ def load_turns(raw: bytes) -> m.Turns:
         | value.wanted_until_ms
         | value.quota_turn
     ) >> _NUMBER_BITS:
-        raise UnreadableRecordError("a number is negative or impossibly large")
+        raise UnreadableRecordError(_NO_NUMBER)
     return value
 
 
@@ -382,7 +402,7 @@ def load_epoch(raw: bytes) -> int:
     """Return an engine id's last epoch. Raises UnreadableRecordError for numbers as `load_turns` does."""
     engine_epoch = pb.EpochRecord.FromString(raw).engine_epoch
     if engine_epoch >> _NUMBER_BITS:
-        raise UnreadableRecordError("a number is negative or impossibly large")
+        raise UnreadableRecordError(_NO_NUMBER)
     return engine_epoch
 
 

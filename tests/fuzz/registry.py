@@ -1,0 +1,11 @@
+"""All targets by name."""
+
+from __future__ import annotations
+
+from tests.fuzz.core import Target
+from tests.fuzz.targets.rpcs import Rpcs, RpcStreams
+from tests.fuzz.targets.stored import Records, StoredStreams, StoredValues
+
+TARGETS: dict[str, type[Target]] = {
+    kind.name: kind for kind in (Rpcs, RpcStreams, Records, StoredValues, StoredStreams)
+}
