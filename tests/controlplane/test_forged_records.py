@@ -59,12 +59,14 @@ async def test_a_location_of_an_impossible_epoch_is_overwritten() -> None:
 
 
 @pytest.mark.parametrize("name", ["turn", "token_count", "block_count", "deadline_ms", "wanted_until_ms"])
-async def test_negative_numbers_are_no_location(rig: Rig, name: str) -> None:
+async def test_impossible_numbers_are_no_location(rig: Rig, name: str) -> None:
     await rig.retain(await rig.engine(), "q")
     found = await rig.lookup()
     assert isinstance(found, m.Found)
-    with pytest.raises(UnreadableRecordError):
-        records.load_location(records.dump_location(changed(found.location, **{name: -1})))
+    most = 2**63 - 1 if name != "block_count" else -(2**31)
+    for bad in (-1, most):
+        with pytest.raises(UnreadableRecordError):
+            records.load_location(records.dump_location(changed(found.location, **{name: bad})))
 
 
 async def test_a_claim_of_ids_longer_than_any_is_none(rig: Rig) -> None:
@@ -117,3 +119,11 @@ async def test_what_is_left_of_a_batch_that_is_cancelled_is_closed_and_cancelled
     task.cancel()
     await asyncio.wait((task,))
     assert sorted(ended) == list(range(SLICE))
+
+
+async def test_tokens_beyond_any_count_are_not_added_up(rig: Rig) -> None:
+    location = await forged(rig, key=MINE, token_count=2**63 - 1)
+    request = engine_pb2.ListEnginesRequest(with_holdings=True)
+    answer = await rig.plane.engine_servicer.ListEngines(request, None)
+    assert location.holder.engine_id == answer.engines[0].spec.engine_id
+    assert (answer.engines[0].holdings.conversations, answer.engines[0].holdings.tokens) == (1, 100)

@@ -25,6 +25,8 @@ _MAX_REASON = 64
 _NUMBER_BITS = 62
 """Turns, epochs and times follow the clock's milliseconds; what needs more is damaged or forged."""
 _NO_NUMBER = "a number is negative or impossibly large"
+_COUNT_BITS = 40
+"""More than a fingerprint can stand for; of a million locations the sum is a number still."""
 _LOAD_BITS = 31
 
 
@@ -104,6 +106,8 @@ def location_tokens(raw: bytes) -> tuple[int, int, bytes]:
 def location_size(raw: bytes) -> tuple[str, int, int]:
     """Return who holds a stored location, how many tokens, and how many blocks."""
     record = _location_record(raw)
+    if (record.token_count | record.block_count) >> _COUNT_BITS:
+        raise UnreadableRecordError(_NO_NUMBER)
     return record.engine_id, record.token_count, record.block_count
 
 
@@ -160,16 +164,17 @@ def _location_value(record: pb.LocationRecord) -> m.Location:
         _unknown(record) if len(UnknownFieldSet(record)) else b"",
     )
     if (  # as in load_turns
-        value.holder.engine_epoch
-        | value.turn
-        | value.token_count
-        | value.block_count
-        | value.fingerprint.chunk_tokens
-        | value.deadline_ms
-        | value.not_before_ms
-        | value.data_parallel_rank
-        | value.wanted_until_ms
-    ) >> _NUMBER_BITS:
+        (
+            value.holder.engine_epoch
+            | value.turn
+            | value.deadline_ms
+            | value.not_before_ms
+            | value.data_parallel_rank
+            | value.wanted_until_ms
+        )
+        >> _NUMBER_BITS
+        or (value.token_count | value.block_count | value.fingerprint.chunk_tokens) >> _COUNT_BITS
+    ):
         raise UnreadableRecordError(_NO_NUMBER)
     return value
 
