@@ -80,9 +80,12 @@ async def test_up_runs_both_and_stops_on_sigint() -> None:
         (("up", "--decode", "d:8200", "--grpc-port", "0"), "write it as http://d:8200"),
         (("route",), "or with --plane HOST:PORT a control plane"),
         (("serve", "--location-ttl", "5"), "--min-remaining (10 s) must be below --location-ttl (5 s)"),
-        (("route", "--decode", "http://d:1", "--plane", "plane"), "--plane: 'plane' is not host:port"),
-        (("route", "--decode", "http://d:1", "--plane", "http://p:1"), "is a URL; give host:port"),
-        (("route", "--decode", "http://d:1", "--path", "fast"), "--path fast"),
+        (
+            ("route", "--decode", "http://127.0.0.1:1", "--plane", "plane"),
+            "--plane: 'plane' is not host:port",
+        ),
+        (("route", "--decode", "http://127.0.0.1:1", "--plane", "http://p:1"), "is a URL; give host:port"),
+        (("route", "--decode", "http://127.0.0.1:1", "--path", "fast"), "--path fast"),
     ],
 )
 async def test_what_cannot_work_is_refused_in_one_line(arguments: tuple[str, ...], said: str) -> None:
@@ -128,5 +131,5 @@ async def test_taken_ports_are_named() -> None:
         assert f"--grpc-port: cannot listen on 127.0.0.1:{port}" in await refused(
             "serve", "--grpc-port", port
         )
-        said = await refused("up", "--decode", "http://d:1", "--grpc-port", "0", "--port", port)
+        said = await refused("up", "--decode", "http://127.0.0.1:1", "--grpc-port", "0", "--port", port)
         assert port in said

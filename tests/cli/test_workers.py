@@ -178,9 +178,12 @@ async def test_up_runs_workers_beside_its_control_plane() -> None:
     ("arguments", "said"),
     [
         ((), "--decode is missing"),
-        (("--decode", "http://d:1", "--host", "0.0.0.0"), "--allow-remote"),
-        (("--decode", "http://d:1", "--host", "192.0.2.1", "--allow-remote"), "cannot listen on 192.0.2.1"),
-        (("--decode", "http://d:1", "--workers", "0"), "--workers 0: input should be greater"),
+        (("--decode", "http://127.0.0.1:1", "--host", "0.0.0.0"), "--allow-remote"),
+        (
+            ("--decode", "http://127.0.0.1:1", "--host", "192.0.2.1", "--allow-remote"),
+            "cannot listen on 192.0.2.1",
+        ),
+        (("--decode", "http://127.0.0.1:1", "--workers", "0"), "--workers 0: input should be greater"),
     ],
 )
 async def test_what_cannot_work_is_refused_once_for_all(arguments: tuple[str, ...], said: str) -> None:
@@ -195,7 +198,7 @@ async def test_a_port_that_somebody_else_listens_on_is_not_shared(shares: bool) 
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        said = await refused("route", "--workers", "2", "--decode", "http://d:1", "--port", port)
+        said = await refused("route", "--workers", "2", "--decode", "http://127.0.0.1:1", "--port", port)
         assert f"port {port} on 127.0.0.1 is taken" in said
 
 

@@ -78,22 +78,36 @@ async def test_who_is_known_to_serve_a_model_is_asked_first() -> None:
 
 async def test_keys_are_read_anew_and_kept_while_they_cannot_be(tmp_path: Path) -> None:
     keys = EngineKeys(await asyncio.to_thread(written, tmp_path, "a", " b "))
-    assert await keys.current() == ("a", "b")
+    assert await keys.meant_for("http://d", named=True) == ("a", "b")
     await asyncio.to_thread(written, tmp_path, "c")
-    assert await keys.current() == ("c",)
+    assert await keys.meant_for("http://d", named=True) == ("c",)
     await asyncio.to_thread((tmp_path / "keys").unlink)
-    assert await keys.current() == ("c",)
+    assert await keys.meant_for("http://d", named=True) == ("c",)
     assert await EngineKeys(None).read() == ()
 
 
-@pytest.mark.parametrize("content", [None, "", "\n \n", "k\x01ey", "kéy", "x" * 70_000])
+async def test_a_key_goes_only_to_the_engines_it_is_meant_for(tmp_path: Path) -> None:
+    lines = "for-named", "http://D:80/ for-d", "https://d:8443   for-other"
+    keys = EngineKeys(await asyncio.to_thread(written, tmp_path, *lines))
+    assert await keys.meant_for("http://d", named=True) == ("for-d",)
+    assert await keys.meant_for("http://d", named=False) == ("for-d",)
+    assert await keys.meant_for("https://d:8443", named=False) == ("for-other",)
+    assert await keys.meant_for("http://e", named=True) == ("for-named",)
+    # One that registered itself is whoever it is.
+    assert await keys.meant_for("http://e", named=False) == ()
+
+
+@pytest.mark.parametrize(
+    "content", [None, "", "\n \n", "k\x01ey", "kéy", "x" * 70_000, "a b c", "k1-of-mine k2"]
+)
 async def test_a_file_that_has_no_keys_is_refused_by_its_flag(tmp_path: Path, content: str | None) -> None:
     file = tmp_path / "keys"
     if content is not None:
         await asyncio.to_thread(file.write_text, content)
-    with pytest.raises(KeyFileError, match=r"^--engine-api-key-file .*keys: [^\n]+$") as caught:
+    with pytest.raises(KeyFileError, match=r"^--engine-api-key-file .*keys(, line 1)?: [^\n]+$") as caught:
         await EngineKeys(str(file)).read()
-    assert not content or content.strip() == "" or content not in str(caught.value)
+    words = (content or "").split()
+    assert not any(word in str(caught.value) for word in words if len(word) > 1)
     with pytest.raises(RouterStartError, match="--engine-api-key-file"):
         async with front(Stub(Answer()), engine_api_key_file=str(file)):
             pass

@@ -62,7 +62,29 @@ class Config(BaseSettings):
     host: str = Field("127.0.0.1", description="Address the router listens on.")
     port: int = Field(8000, ge=0, le=65535, description="Its port; 0 takes a free one.")
     allow_remote: bool = Field(
-        False, description="Listen beyond loopback although there is no authentication and no encryption yet."
+        False,
+        description="Listen beyond loopback without encryption or authentication, and talk to engines there"
+        " without encryption.",
+    )
+    tls_cert: str | None = Field(
+        None,
+        description="File with the router's certificate in PEM; it serves https then. Read when it changes.",
+    )
+    tls_key: str | None = Field(None, description="File with its key, without a password.")
+    client_ca: str | None = Field(
+        None, description="File with authorities of clients' certificates: then clients need one."
+    )
+    engine_ca: str | None = Field(
+        None, description="File with authorities of engines by https; by default those the system trusts."
+    )
+    engine_cert: str | None = Field(
+        None, description="File with the certificate that the router shows to engines by https."
+    )
+    engine_key: str | None = Field(None, description="File with its key.")
+    engine_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="Where engines that register themselves may be: addresses, networks (10.0.0.0/8), names,"
+        " *.SUFFIX. By default anywhere but link-local and clouds' metadata addresses.",
     )
     prefill: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="Base URLs of prefill engines; in the environment separated by commas."
@@ -96,8 +118,8 @@ class Config(BaseSettings):
     )
     engine_api_key_file: str | None = Field(
         None,
-        description="File with the API keys that engines were started with (--api-key), one a line: the"
-        " router itself asks them what they serve. Read anew when it asks.",
+        description="File with the API keys that engines were started with (--api-key), one a line, or URL"
+        " KEY for one engine: the router itself asks them what they serve. Read anew when it asks.",
     )
     workers: int = Field(
         1,
@@ -222,7 +244,9 @@ class Config(BaseSettings):
         "auto", description="auto, console or json; auto is console on a terminal."
     )
 
-    @field_validator("prefill", "decode", "prefill_dns", "decode_dns", "identity", mode="before")
+    @field_validator(
+        "prefill", "decode", "prefill_dns", "decode_dns", "identity", "engine_hosts", mode="before"
+    )
     @classmethod
     def _split(cls, value: object) -> object:
         if isinstance(value, str):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import secrets
 import signal
 import socket
@@ -14,6 +13,7 @@ import structlog
 import uvloop
 
 from kvplane.cli.config import Config, kubernetes_api
+from kvplane.cli.front import check_hops, engine_files, is_loopback, server_files
 from kvplane.cli.tenant_limits import LimitsFile, following
 from kvplane.cli.workers import Workers
 from kvplane.controlplane.collector import spare_the_old
@@ -65,11 +65,7 @@ def until_signalled(program: Program, config: Config) -> None:
 
 def _check_reach(host: str, flag: str, config: Config) -> None:
     """Refuse to listen beyond loopback unless asked to."""
-    try:
-        loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        loopback = host == "localhost"
-    if loopback:
+    if is_loopback(host):
         return
     if not config.allow_remote:
         raise StartError(
@@ -161,6 +157,10 @@ def _router_settings(config: Config, plane_address: str | None) -> RouterSetting
         dns_interval_s=config.dns_interval,
         kubernetes=_kubernetes(config),
         engine_api_key_file=config.engine_api_key_file,
+        engine_hosts=config.engine_hosts,
+        engine_plaintext=config.allow_remote,
+        engine_tls=engine_files(config),
+        tls=server_files(config),
         plane_address=plane_address,
         host=config.host,
         port=config.port,
@@ -212,7 +212,7 @@ async def router(
 @asynccontextmanager
 async def _routers(config: Config, plane_address: str | None) -> AsyncIterator[int]:
     """Run a router, in as many processes as are wanted; gives its port."""
-    _check_reach(config.host, "host", config)
+    check_hops(config)
     if config.workers == 1:
         async with router(config, plane_address) as port:
             yield port
@@ -261,5 +261,6 @@ async def up(config: Config, stop: asyncio.Event) -> None:
     ):
         if not _names_engines(config):
             log.info("engines_not_named", remedy="--prefill and --decode, or kvplane_endpoint on the engines")
-        log.info("ready", http=f"http://{_joined(config.host, http_port)}", grpc_port=plane.port)
+        scheme = "http" if config.tls_cert is None else "https"
+        log.info("ready", http=f"{scheme}://{_joined(config.host, http_port)}", grpc_port=plane.port)
         await _until(stop, plane)

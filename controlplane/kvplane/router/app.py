@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import ssl
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
@@ -25,6 +26,7 @@ from kvplane.router.admission import Admission
 from kvplane.router.api import Api
 from kvplane.router.bodies import Bodies
 from kvplane.router.chat import ChatCompletions, Completions
+from kvplane.router.connections import engine_session
 from kvplane.router.conversations import Conversations
 from kvplane.router.discovery import DnsSource
 from kvplane.router.explain import Explanations
@@ -35,12 +37,14 @@ from kvplane.router.metrics import RouterMetrics
 from kvplane.router.passing import Passing
 from kvplane.router.plane import Plane, PlaneClient, TurnsClient
 from kvplane.router.pool import EnginePool
+from kvplane.router.reloading import FileProblemError
 from kvplane.router.responses import Responses
 from kvplane.router.served import Served
 from kvplane.router.serving import TurnServer
 from kvplane.router.settings import RouterSettings, SettingsError
 from kvplane.router.siblings import Siblings
 from kvplane.router.silence import Silence
+from kvplane.router.tls import Tls
 from kvplane.router.turn import Turn
 from kvplane.router.upstream import Upstream
 
@@ -50,9 +54,6 @@ APIS: Mapping[str, Api] = {
     api.path: api for api in (ChatCompletions(), Completions(), Responses(), Messages())
 }
 """The generation APIs by path."""
-_KEEPALIVE_S = 4.0
-"""vLLM closes idle connections after 5 s; one that closes as we write costs a retry."""
-
 _GAUGES_EVERY_S = 1.0
 _CUT_S = 0.5
 """At the end of a drain, for what is written already; aiohttp takes up to twice that."""
@@ -105,6 +106,7 @@ class RouterServer:
         self._plane: Plane | None = None
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession | None = None
+        self._front: ssl.SSLContext | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._ended: list[str] = []
         """What no longer runs in the background, and why."""
@@ -146,21 +148,16 @@ class RouterServer:
         """Look at engines and control plane once, then listen; returns the port. Raises RouterStartError."""
         settings = self.settings
         monotonic = self._monotonic or asyncio.get_running_loop().time
+        reach = settings.reach()
         keys = EngineKeys(settings.engine_api_key_file)
         try:
             await keys.read()
-        except KeyFileError as error:
+            to_engines = await self._current(Tls("engine certificates", settings.engine_tls))
+            if settings.tls is not None:
+                self._front = await self._current(Tls("the router's certificate", settings.tls))
+        except (KeyFileError, FileProblemError) as error:
             raise RouterStartError(str(error)) from None
-        self._session = session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=settings.connect_timeout_s, sock_read=settings.idle_timeout_s
-            ),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            # A chunk of a stream is never larger than this before it is passed on.
-            read_bufsize=1 << 18,
-        )
+        self._session = session = engine_session(settings, to_engines, reach)
         self._explanations = Explanations(settings.explained_turns, monotonic, remote=settings.debug_remote)
         self._bodies = Bodies(
             max_bytes=settings.max_body_bytes,
@@ -178,6 +175,7 @@ class RouterServer:
             max_engine_requests=settings.admission.max_engine_requests,
             on_free=self._admission.freed,
             keys=keys,
+            reach=reach,
         )
         self._silence = Silence(self._pool)
         client: PlaneClient | None = self._plane_client
@@ -234,6 +232,13 @@ class RouterServer:
             self._watch(self._tell_siblings(), "gauges")
         await self._listen()
         return self.port
+
+    async def _current(self, tls: Tls) -> ssl.SSLContext:
+        """Return a context that is kept current until the router stops. Raises FileProblemError."""
+        context = await tls.start()
+        if tls.files.paths:
+            self._watch(tls.files.run(), "certificates")
+        return context
 
     async def _discover(self) -> None:
         """Look once for engines behind names and labels, and go on looking."""
@@ -292,7 +297,12 @@ class RouterServer:
         )
         await self._runner.setup()
         site = web.TCPSite(
-            self._runner, settings.host, settings.port, backlog=1024, reuse_port=self._siblings is not None
+            self._runner,
+            settings.host,
+            settings.port,
+            backlog=1024,
+            reuse_port=self._siblings is not None,
+            ssl_context=self._front,
         )
         try:
             await site.start()
@@ -305,7 +315,13 @@ class RouterServer:
             raise RouterStartError(f"cannot listen on {where}: {error.strerror or error}") from error
         self.port = self._runner.addresses[0][1]
         self._settled = True
-        log.info("router_started", host=settings.host, port=self.port, path=str(settings.path))
+        log.info(
+            "router_started",
+            host=settings.host,
+            port=self.port,
+            path=str(settings.path),
+            tls=settings.tls is not None,
+        )
 
     async def _drain(self, runner: web.AppRunner) -> None:
         """Take nothing new, and wait for the requests under way as long as they may take."""
@@ -400,6 +416,7 @@ class RouterServer:
         if plane == "unavailable":
             problems.append("the control plane does not answer: nothing is reused")
         problems += [*self._ended, *self._silent(), *self._pool.misplaced(), *self._pool.refused_keys()]
+        problems += [f"{line}: not called" for line in self._pool.refused]
         if mismatch := self._pool.mismatch():
             problems.append(mismatch)
         ready = any(e.up and not e.draining for e in decode) and not self._draining

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -49,6 +50,8 @@ class Engine:
     """When it went down, by the pool's clock; of no meaning while it is up."""
     health: Health = field(default_factory=Health)
     """What its answers to requests say."""
+    api_key: str = field(default="", repr=False)
+    """What clients' requests go to it with in place of their own credentials; "" for none."""
     timeouts: int = 0
     probing: bool = False
     probe_at: float = 0.0
@@ -61,6 +64,15 @@ class Engine:
         if url is None:
             url = self._urls[path] = URL(self.url + path)
         return url
+
+    def accept_keys(self, keys: Sequence[str]) -> None:
+        """Take over the keys that are meant for it: the one it took last, if that is still among them."""
+        if self.api_key not in keys:
+            self.api_key = keys[0] if keys else ""
+
+    def headers(self, headers: Mapping[str, str]) -> Mapping[str, str]:
+        """Return a request's headers with the key that is meant for it."""
+        return {**headers, "Authorization": f"Bearer {self.api_key}"} if self.api_key else headers
 
     def serves_like(self, other: Engine) -> bool:
         """Tell whether both serve a model in common, as far as is known."""

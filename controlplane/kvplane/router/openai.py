@@ -33,9 +33,17 @@ BETWEEN_ENGINES = frozenset({"kv_transfer_params", "ec_transfer_params"})
 """What engines tell each other through the router; never taken from a client."""
 
 
+_ADDRESSES = ("___prefill_addr_", "___decode_addr_")
+"""By these in a request's id some of vLLM's connectors tell engines whom to connect to."""
+
+
 def is_harmless_id(value: str) -> bool:
     """Whether an id that a client chose may name its request everywhere: in logs, headers and on record."""
-    return 0 < len(value) <= 128 and value.isascii() and value.isprintable()
+    return 0 < len(value) <= 128 and value.isascii() and value.isprintable() and not _steers(value)
+
+
+def _steers(value: object) -> bool:
+    return isinstance(value, str) and any(mark in value for mark in _ADDRESSES)
 
 
 class BadRequestError(ValueError):
@@ -104,7 +112,13 @@ def dump(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-_KINDS = {404: "NotFoundError", 429: "RateLimitError", 503: "ServiceUnavailableError"}
+_KINDS = {
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    429: "RateLimitError",
+    503: "ServiceUnavailableError",
+}
 
 
 def error_body(message: str, status: int, *, param: str | None = None, kind: str | None = None) -> bytes:
@@ -161,6 +175,8 @@ def engine_body(body: Body) -> Body:
     """
     dropped = OWN_FIELDS | BETWEEN_ENGINES
     leg = {name: value for name, value in body.items() if name not in dropped}
+    if _steers(leg.get("request_id")):
+        del leg["request_id"]
     arguments = leg.get("vllm_xargs")
     if isinstance(arguments, dict):
         leg["vllm_xargs"] = {name: arguments[name] for name in arguments if name not in BETWEEN_ENGINES}
@@ -179,6 +195,9 @@ def drop_params(value: object) -> bool:
                 dropped = True
                 for name in BETWEEN_ENGINES:
                     holder.pop(name, None)
+        if isinstance(item, dict) and _steers(item.get("request_id")):
+            dropped = True
+            del item["request_id"]
     return dropped
 
 

@@ -23,7 +23,7 @@ from kvplane.router.deadline import check_timeout, deadline
 from kvplane.router.engine import Engine
 from kvplane.router.forms import form_model
 from kvplane.router.metrics import RouterMetrics
-from kvplane.router.openai import BadRequestError, drop_params, dump, parse_json
+from kvplane.router.openai import BadRequestError, drop_params, dump, is_harmless_id, parse_json
 from kvplane.router.places import line
 from kvplane.router.pool import EnginePool
 from kvplane.router.replies import StreamGuard, UnreadableEventError, scrubbed
@@ -239,7 +239,8 @@ class Passing:
         Raises _NeverSentError, _BrokeOffError or TimeoutError.
         """
         request = call.request
-        headers = engine_headers(request.headers.items(), request.headers.get("x-request-id", ""))
+        given = request.headers.get("x-request-id", "")
+        headers = engine_headers(request.headers.items(), given if is_harmless_id(given) else "")
         if kind := request.headers.get("Content-Type"):
             headers["Content-Type"] = kind
         if not headers["X-Request-Id"]:
@@ -255,7 +256,7 @@ class Passing:
                     URL(engine.url + request.rel_url.raw_path_qs),
                     # aiohttp wants large bodies as a file, to send them piecewise.
                     data=raw if raw is None or len(raw) < _LARGE_BODY else io.BytesIO(raw),
-                    headers=headers,
+                    headers=engine.headers(headers),
                     allow_redirects=False,
                     timeout=self._timeout,
                 )

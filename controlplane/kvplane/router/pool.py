@@ -18,6 +18,7 @@ from kvplane.router.health import Circuit, HealthLimits
 from kvplane.router.keys import EngineKeys
 from kvplane.router.mistakes import no_common_model, refused_key, wrong_roles
 from kvplane.router.probes import Prober
+from kvplane.router.reach import Reach
 from kvplane.router.resources import exhausted
 from kvplane.router.settings import SettingsError, engine_url
 
@@ -47,8 +48,10 @@ class EnginePool:
         on_free: Callable[[], None] = lambda: None,
         chance: random.Random | None = None,
         keys: EngineKeys | None = None,
+        reach: Reach | None = None,
     ) -> None:
         self._limits = health or HealthLimits()
+        self._reach = reach or Reach()
         self._most = max_engine_requests
         self._on_free = on_free
         self._chance = chance or random.Random()
@@ -57,6 +60,7 @@ class EnginePool:
         self._leaving: set[Engine] = set()
         self._registered: list[RegisteredEngine] = []
         self._told: set[str] = set()
+        self._refused: frozenset[str] = frozenset()
         self._prober = Prober(
             session,
             self._probed,
@@ -133,14 +137,7 @@ class EnginePool:
     def merge(self, registered: Sequence[RegisteredEngine]) -> None:
         """Take over the registry as it is now; engines only known from it go when they are gone there."""
         self._registered = list(registered)
-        seen: dict[str, list[RegisteredEngine]] = {}
-        for entry in registered:
-            if not entry.spec.endpoint:
-                continue
-            try:
-                seen.setdefault(engine_url(entry.spec.endpoint), []).append(entry)
-            except SettingsError as error:
-                log.warning("engine_endpoint_refused", engine_id=entry.spec.engine_id, problem=str(error))
+        seen = self._placed(registered)
         for url, entries in seen.items():
             roles = {entry.spec.role for entry in entries}
             engine = self._engines.get(url) or self._add(url, prefill=False, decode=False, static=False)
@@ -160,6 +157,34 @@ class EnginePool:
                 self._remove(engine)
         self.misplaced()
         self._on_free()
+
+    def _placed(self, registered: Sequence[RegisteredEngine]) -> dict[str, list[RegisteredEngine]]:
+        """Return registered engines by where they say they are, without those that are not to be called."""
+        seen: dict[str, list[RegisteredEngine]] = {}
+        refused = set[str]()
+        for entry in registered:
+            if not entry.spec.endpoint:
+                continue
+            try:
+                url = engine_url(entry.spec.endpoint)
+                known = self._engines.get(url)
+                why = None if known is not None and known.static else self._reach.refusal(url)
+                problem = f"{url} {why}" if why is not None else ""
+            except SettingsError as error:
+                problem = str(error)
+            if not problem:
+                seen.setdefault(url, []).append(entry)
+                continue
+            refused.add(line := f"{entry.spec.engine_id}: {problem}")
+            if line not in self._refused:
+                log.warning("engine_endpoint_refused", engine_id=entry.spec.engine_id, problem=problem)
+        self._refused = frozenset(refused)
+        return seen
+
+    @property
+    def refused(self) -> list[str]:
+        """A line for each engine whose registered endpoint is not called."""
+        return sorted(self._refused)
 
     def misplaced(self) -> list[str]:
         """Return a line for each engine that is used in a role other than the one it registered."""

@@ -88,6 +88,9 @@ class Prober:
         """Ask an engine for its health and its models and note the answers. Never raises."""
         engine.probing = True
         try:
+            if self._keys.for_requests:
+                # Before anything is sent to one that comes up.
+                engine.accept_keys(await self._keys.meant_for(engine.url, named=engine.static))
             await self._ask_health(engine)
             now = self._monotonic()
             if engine.up and engine.models_at <= now:
@@ -104,8 +107,8 @@ class Prober:
         problem = ""
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                async with self._session.get(engine.at("/health")) as response:
-                    if response.status >= 500:
+                async with self._session.get(engine.at("/health"), allow_redirects=False) as response:
+                    if response.status >= 500 or 300 <= response.status < 400:
                         problem = f"GET /health answered {response.status}"
                 engine.timeouts = 0
         except TimeoutError:
@@ -146,12 +149,14 @@ class Prober:
     async def _models_of(self, engine: Engine) -> tuple[int, Any]:
         """Return status and body of what an engine says it serves, with the key that it takes, if any."""
         # With a key first: who wants none takes any.
-        for key in await self._keys.current() or (None,):
+        for key in await self._keys.meant_for(engine.url, named=engine.static) or (None,):
             headers = {} if key is None else {"Authorization": f"Bearer {key}"}
             async with self._session.get(
                 engine.at("/v1/models"), headers=headers, allow_redirects=False
             ) as response:
                 status = response.status
                 if status not in _UNAUTHORIZED:
+                    if self._keys.for_requests:
+                        engine.api_key = key or ""
                     return status, openai.parse_json(await response.read()) if status == 200 else None
         return status, None

@@ -84,7 +84,9 @@ class Served:
         try:
             async with (
                 asyncio.timeout(_ASK_S),
-                self._session.get(engine.at(path), headers=_authorization(request)) as response,
+                self._session.get(
+                    engine.at(path), headers=_authorization(request), allow_redirects=False
+                ) as response,
             ):
                 return response.status, parse_json(await response.read())
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:

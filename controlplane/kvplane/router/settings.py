@@ -11,6 +11,8 @@ from kvplane.router.admission import AdmissionLimits
 from kvplane.router.health import HealthLimits
 from kvplane.router.identity import SOURCES, checked_sources
 from kvplane.router.policy import PathMode, Thresholds
+from kvplane.router.reach import Reach, ReachError
+from kvplane.router.tls import EngineFiles, ServerFiles
 
 _LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
 _HOST = re.compile(rf"(?=.{{1,253}}\.?$){_LABEL}(\.{_LABEL})*\.?|[0-9a-f.]*:[0-9a-f:.]*")
@@ -112,6 +114,13 @@ class RouterSettings:
     """Pods that are engines."""
     engine_api_key_file: str | None = None
     """File with the API keys of engines, one a line, for what the router itself asks them."""
+    engine_hosts: tuple[str, ...] = ()
+    """Where engines that register themselves may be: see Reach."""
+    engine_plaintext: bool = True
+    """Whether they may be beyond loopback without https."""
+    engine_tls: EngineFiles = field(default_factory=EngineFiles)
+    tls: ServerFiles | None = None
+    """The router's own certificate; None: it serves plain HTTP."""
     plane_address: str | None = None
     """Where the control plane listens; None serves without reuse."""
     host: str = "127.0.0.1"
@@ -178,6 +187,12 @@ class RouterSettings:
             object.__setattr__(self, "identity_sources", checked_sources(self.identity_sources))
         except ValueError as error:
             raise SettingsError(f"--identity {error}") from None
+        try:
+            self.reach()
+        except ReachError as error:
+            raise SettingsError(f"--engine-hosts {error}") from None
+        if (self.engine_tls.cert is None) is not (self.engine_tls.key is None):
+            raise SettingsError("--engine-cert, --engine-key: one needs the other")
         if not 0 <= self.port <= 65535:
             raise SettingsError(f"--port {self.port}: must be 0 to 65535")
         if not 0 < len(self.tenant_id.encode("utf-8", "replace")) <= 256:
@@ -209,3 +224,9 @@ class RouterSettings:
         ):
             if getattr(self, name) < 0:
                 raise SettingsError(f"{name}: must be 0 or more")
+
+    def reach(self) -> Reach:
+        """Return which engines may be talked to."""
+        urls = (*self.prefill_urls, *self.decode_urls)
+        named = {urlsplit(url).hostname or "" for url in urls}
+        return Reach(self.engine_hosts, named=named, plaintext=self.engine_plaintext)

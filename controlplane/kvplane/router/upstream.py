@@ -41,10 +41,17 @@ _NOT_TO_ENGINES = _HOP_BY_HOP | {
     "expect",
     "cookie",
     "x-request-id",
+    "x_request_id",
     "x-conversation-id",
     # Which rank computes is ours to say.
     "x-data-parallel-rank",
+    "x_data_parallel_rank",
+    # Of engines to those who choose among them.
+    "endpoint-load-metrics-format",
 }
+_NOT_OF_TENANTS = _NOT_TO_ENGINES | {"authorization", "x-api-key", "x-session-id", "x-vllm-priority"}
+"""Credentials are the router's affair then, sessions are the tenant's own, and nobody goes first."""
+_OURS = ("x-kvplane-", "x_kvplane_")
 _LARGE_BODY = 1 << 20
 _EVENTS = "text/event-stream"
 _NO_VERDICT = frozenset({401, 403, 404})
@@ -54,6 +61,8 @@ _NOT_TO_CLIENTS = _HOP_BY_HOP | {
     "date",
     "server",
     "x-request-id",
+    "x-data-parallel-rank",
+    "endpoint-load-metrics",
     # What an engine says of itself holds for itself only.
     "alt-svc",
     "content-location",
@@ -165,12 +174,18 @@ class Prefilled:
         return count(self.envelope, name) or 0
 
 
-def engine_headers(headers: Iterable[tuple[str, str]], request_id: str) -> dict[str, str]:
-    """Return the headers of a client's request that go on to engines."""
+def engine_headers(
+    headers: Iterable[tuple[str, str]], request_id: str, *, of_tenant: bool = False
+) -> dict[str, str]:
+    """Return the headers of a client's request that go on to engines.
+
+    `of_tenant`: the router itself knows whose it is, so what else says so stays here.
+    """
+    dropped = _NOT_OF_TENANTS if of_tenant else _NOT_TO_ENGINES
     kept = {
         name: value
         for name, value in headers
-        if (lower := name.lower()) not in _NOT_TO_ENGINES and not lower.startswith("x-kvplane-")
+        if (lower := name.lower()) not in dropped and not lower.startswith(_OURS)
     }
     kept["Content-Type"] = "application/json"
     # Bytes pass through untouched, and replies that are read must be readable.
@@ -184,7 +199,7 @@ def client_headers(headers: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in headers.items()
-        if (lower := name.lower()) not in _NOT_TO_CLIENTS and not lower.startswith("x-kvplane-")
+        if (lower := name.lower()) not in _NOT_TO_CLIENTS and not lower.startswith(_OURS)
     }
 
 
@@ -221,7 +236,7 @@ class Upstream:
         data = body if len(body) < _LARGE_BODY else io.BytesIO(body)
         try:
             return await self._session.post(
-                engine.at(path), data=data, headers=headers, allow_redirects=False
+                engine.at(path), data=data, headers=engine.headers(headers), allow_redirects=False
             )
         except NOT_CONNECTED as error:
             self._pool.unreachable(engine, error)

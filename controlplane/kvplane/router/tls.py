@@ -1,0 +1,132 @@
+"""TLS of the router's HTTP: what it shows its clients, and how it reaches engines.
+
+Certificates are exchanged while it runs: a new connection gets what is there then, and those that are open go
+on. So files of which some do not fit the others change nothing, and are named in the log.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvplane.router.reloading import FileProblemError, Reloaded, read_file
+
+_ALPN = ("http/1.1",)
+
+
+class ChangingContext(ssl.SSLContext):
+    """A context that has each connection made with the one that is in force.
+
+    It is handed to whoever makes connections, once; `current` may be replaced at any time.
+    """
+
+    current: ssl.SSLContext
+
+    def wrap_bio(self, *args: Any, **options: Any) -> ssl.SSLObject:
+        """See ssl.SSLContext: event loops make connections by this."""
+        return self.current.wrap_bio(*args, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFiles:
+    """PEM files of the router's own certificate. With `client_ca`, clients need a certificate of those."""
+
+    cert: str
+    key: str
+    client_ca: str | None = None
+
+    def paths(self) -> list[str]:
+        """Return those that are named."""
+        return [path for path in (self.cert, self.key, self.client_ca) if path is not None]
+
+    def context(self) -> ssl.SSLContext:
+        """Return a server's context. Raises FileProblemError. Blocks."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(_ALPN)
+        _load_pair(context, self.cert, self.key, ("--tls-cert", "--tls-key"))
+        if self.client_ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            _load_authorities(context, self.client_ca, "--client-ca")
+            # A session that is resumed shows no certificate again, whatever has become of its authority.
+            context.options |= ssl.OP_NO_TICKET
+            context.num_tickets = 0
+        return context
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFiles:
+    """PEM files for engines by https: their authorities, and the certificate the router shows them."""
+
+    ca: str | None = None
+    """None: those the system trusts."""
+    cert: str | None = None
+    key: str | None = None
+
+    def paths(self) -> list[str]:
+        """Return those that are named."""
+        return [path for path in (self.ca, self.cert, self.key) if path is not None]
+
+    def context(self) -> ssl.SSLContext:
+        """Return a client's context. Raises FileProblemError. Blocks."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(_ALPN)
+        if self.ca is not None:
+            _load_authorities(context, self.ca, "--engine-ca")
+        else:
+            context.load_default_certs()
+        if self.cert is not None and self.key is not None:
+            _load_pair(context, self.cert, self.key, ("--engine-cert", "--engine-key"))
+        return context
+
+
+def _load_pair(context: ssl.SSLContext, cert: str, key: str, flags: Sequence[str]) -> None:
+    raw = read_file(key, flags[1])
+    read_file(cert, flags[0])
+    if b"ENCRYPTED" in raw:
+        raise FileProblemError(f"{flags[1]} {key}: has a password; write the key without one")
+    try:
+        context.load_cert_chain(cert, key, password="")
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise FileProblemError(f"{flags[1]} {key}: is not the key of {flags[0]} {cert}") from None
+        raise FileProblemError(
+            f"{flags[0]} {cert}, {flags[1]} {key}: cannot be read as a certificate and its key in PEM"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise FileProblemError(f"{flags[0]} {cert}, {flags[1]} {key}: {error}") from None
+
+
+def _load_authorities(context: ssl.SSLContext, path: str, flag: str) -> None:
+    try:
+        context.load_verify_locations(cadata=read_file(path, flag).decode("ascii"))
+    except (ssl.SSLError, ValueError) as error:
+        if isinstance(error, FileProblemError):
+            raise
+        raise FileProblemError(f"{flag} {path}: has no certificates in PEM") from None
+
+
+class Tls:
+    """A context made of files, and what keeps it current.
+
+    After `start`, `context` is for whoever listens or connects; `files.run` keeps it current.
+    """
+
+    def __init__(self, what: str, files: ServerFiles | EngineFiles) -> None:
+        server = isinstance(files, ServerFiles)
+        protocol = ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT
+        self.context = ChangingContext(protocol)
+        self.files: Reloaded[ssl.SSLContext] = Reloaded(
+            what, files.context, lambda context: files.paths(), on_change=self._use
+        )
+
+    def _use(self, context: ssl.SSLContext) -> None:
+        self.context.current = context
+
+    async def start(self) -> ssl.SSLContext:
+        """Read the files; returns the context. Raises FileProblemError."""
+        await self.files.start()
+        return self.context
