@@ -67,6 +67,11 @@ async def test_up_runs_both_and_stops_on_sigint() -> None:
     ("arguments", "said"),
     [
         (("serve", "--grpc-host", "0.0.0.0"), "--allow-remote"),
+        (("serve", "--metrics-port", "0", "--metrics-host", "0.0.0.0"), "--metrics-host 0.0.0.0"),
+        (
+            ("serve", "--metrics-port", "0", "--metrics-host", "192.0.2.1", "--allow-remote"),
+            "--metrics-host: cannot listen on 192.0.2.1",
+        ),
         (
             ("serve", "--allow-remote", "--grpc-host", "192.0.2.1"),
             "--grpc-host: cannot listen on 192.0.2.1:50051",

@@ -10,6 +10,7 @@ from google.protobuf import descriptor_pool, message_factory
 
 from kvplane.client import model as cm
 from kvplane.client.client import ControlPlaneClient, open_channel
+from kvplane.controlplane.meter import Meter
 from kvplane.controlplane.quotas import TenantLimits
 from kvplane.controlplane.server import ControlPlaneServer
 from kvplane.store.memory import MemoryStore
@@ -24,11 +25,13 @@ SPEC = cm.EngineSpec(cm.EngineId("d"), cm.EngineRole.DECODE, cm.EngineProfile(mo
 class Wire:
     """A server over a store that can fail, and clients of it."""
 
-    def __init__(self, limits: TenantLimits | None = None) -> None:
+    def __init__(self, limits: TenantLimits | None = None, *, metered: bool = False) -> None:
         self.clock = ManualClock()
         self.memory = MemoryStore(self.clock)
         self.store = FaultInjectingStore(self.memory)
-        self.server = ControlPlaneServer(self.store, self.clock, limits=limits)
+        self.meter = Meter(self.clock) if metered else None
+        store = self.store if self.meter is None else self.meter.instrument(self.store)
+        self.server = ControlPlaneServer(store, self.clock, limits=limits, meter=self.meter)
         self.address = ""
 
     async def start(self) -> None:

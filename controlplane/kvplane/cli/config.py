@@ -237,6 +237,14 @@ class Config(BaseSettings):
         description="Seconds for which the router goes on accepting after SIGTERM while /ready answers 503,"
         " so that a load balancer can take it out.",
     )
+    metrics_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Port for GET /metrics of all that runs here; 0 takes a free one. Without it a control"
+        " plane shows none, and a router only at its own port.",
+    )
+    metrics_host: str = Field("127.0.0.1", description="Address that /metrics is served on.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="debug, info, warning or error."
     )

@@ -73,6 +73,8 @@ def serve(
     max_conversations: o.MaxConversations = None,
     tenant_limits: o.TenantLimits = None,
     drain_timeout: o.DrainTimeout = None,
+    metrics_port: o.MetricsPort = None,
+    metrics_host: o.MetricsHost = None,
     log_level: o.LogLevel = None,
     log_format: o.LogFormat = None,
 ) -> None:
@@ -128,6 +130,8 @@ def route(
     explained_turns: o.ExplainedTurns = None,
     debug_remote: o.DebugRemote = None,
     drain_timeout: o.DrainTimeout = None,
+    metrics_port: o.MetricsPort = None,
+    metrics_host: o.MetricsHost = None,
     log_level: o.LogLevel = None,
     log_format: o.LogFormat = None,
 ) -> None:
@@ -192,6 +196,8 @@ def up(
     max_conversations: o.MaxConversations = None,
     tenant_limits: o.TenantLimits = None,
     drain_timeout: o.DrainTimeout = None,
+    metrics_port: o.MetricsPort = None,
+    metrics_host: o.MetricsHost = None,
     log_level: o.LogLevel = None,
     log_format: o.LogFormat = None,
 ) -> None:

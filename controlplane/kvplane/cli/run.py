@@ -11,12 +11,16 @@ from contextlib import asynccontextmanager, suppress
 
 import structlog
 import uvloop
+from prometheus_client import CollectorRegistry
 
 from kvplane.cli.config import Config, kubernetes_api
 from kvplane.cli.front import check_hops, engine_files, is_loopback, server_files
+from kvplane.cli.metrics_port import MetricsPort, MetricsPortError, Page
 from kvplane.cli.tenant_limits import LimitsFile, following
 from kvplane.cli.workers import Workers
 from kvplane.controlplane.collector import spare_the_old
+from kvplane.controlplane.meter import Meter
+from kvplane.controlplane.metrics import ControlPlaneMetrics
 from kvplane.controlplane.model import Settings
 from kvplane.controlplane.schema import SchemaError
 from kvplane.controlplane.server import AddressInUseError, ControlPlaneServer
@@ -63,13 +67,13 @@ def until_signalled(program: Program, config: Config) -> None:
         raise StartError(str(error)) from None
 
 
-def _check_reach(host: str, flag: str, config: Config) -> None:
-    """Refuse to listen beyond loopback unless asked to."""
+def _check_reach(host: str, flag: str, config: Config, could: str = "read and claim KV locations") -> None:
+    """Refuse to listen beyond loopback unless asked to; `could` is what anyone could do then."""
     if is_loopback(host):
         return
     if not config.allow_remote:
         raise StartError(
-            f"--{flag} {host}: anyone who reaches it could read and claim KV locations;"
+            f"--{flag} {host}: anyone who reaches it could {could};"
             " use 127.0.0.1, or add --allow-remote inside a trusted network"
         )
     log.warning("listening_beyond_loopback", host=host, encryption=False, authentication=False)
@@ -92,7 +96,25 @@ async def _is_own(host: str) -> bool:
 
 
 @asynccontextmanager
-async def _control_plane(config: Config) -> AsyncIterator[ControlPlaneServer]:
+async def _metrics(config: Config) -> AsyncIterator[list[Page]]:
+    """Serve metrics on a port of their own, if there is to be one; gives the pages, to be added to."""
+    pages: list[Page] = []
+    if config.metrics_port is None:
+        yield pages
+        return
+    host = config.metrics_host
+    _check_reach(host, "metrics-host", config, "read tenants' names and how much they use")
+    async with MetricsPort(pages) as server:
+        try:
+            port = await server.start(host, config.metrics_port)
+        except MetricsPortError as error:
+            raise StartError(f"--metrics-{'port' if error.taken else 'host'}: {error}") from None
+        log.info("metrics_listening", url=f"http://{_joined(host, port)}/metrics")
+        yield pages
+
+
+@asynccontextmanager
+async def _control_plane(config: Config, pages: list[Page]) -> AsyncIterator[ControlPlaneServer]:
     """Run a control plane."""
     _check_reach(config.grpc_host, "grpc-host", config)
     clock = SystemClock()
@@ -108,9 +130,11 @@ async def _control_plane(config: Config) -> AsyncIterator[ControlPlaneServer]:
     limits = None
     if config.tenant_limits is not None:
         limits = await asyncio.to_thread(LimitsFile, config.tenant_limits)
-    async with open_store(config.store, clock) as store:
-        log.info("store_chosen", store=without_password(config.store), shared=store.shared)
-        server = ControlPlaneServer(store, clock, settings, None if limits is None else limits.current)
+    meter = None if config.metrics_port is None else Meter(clock)
+    async with open_store(config.store, clock) as opened:
+        log.info("store_chosen", store=without_password(config.store), shared=opened.shared)
+        store = opened if meter is None else meter.instrument(opened)
+        server = ControlPlaneServer(store, clock, settings, None if limits is None else limits.current, meter)
         try:
             try:
                 await server.start(_joined(config.grpc_host, config.grpc_port))
@@ -120,6 +144,9 @@ async def _control_plane(config: Config) -> AsyncIterator[ControlPlaneServer]:
             with suppress(StoreError):  # it may not be there yet
                 if (caution := await store.caution()) is not None:
                     log.warning("store_unsound", problem=caution)
+            if meter is not None:
+                kind = config.store.partition(":")[0]
+                pages.append(ControlPlaneMetrics(CollectorRegistry(), server, meter, store=kind).page)
             async with following(limits, clock, server.plane.quotas):
                 yield server
         finally:
@@ -195,30 +222,37 @@ def _router_settings(config: Config, plane_address: str | None) -> RouterSetting
 
 @asynccontextmanager
 async def router(
-    config: Config, plane_address: str | None, siblings: Siblings | None = None
+    config: Config,
+    plane_address: str | None,
+    siblings: Siblings | None = None,
+    pages: list[Page] | None = None,
 ) -> AsyncIterator[int]:
-    """Run a router, alone or as one of several; gives its port."""
+    """Run a router, alone or as one of several; gives its port, and its metrics to `pages`."""
     if problem := too_few_files(config.max_requests):
         log.warning("too_few_files", problem=problem)
     server = RouterServer(
         _router_settings(config, plane_address), owner=f"router-{secrets.token_hex(8)}", siblings=siblings
     )
     try:
-        yield await server.start()
+        port = await server.start()
+        if pages is not None:
+            pages.append(server.metrics_page)
+        yield port
     finally:
         await server.stop()
 
 
 @asynccontextmanager
-async def _routers(config: Config, plane_address: str | None) -> AsyncIterator[int]:
+async def _routers(config: Config, plane_address: str | None, pages: list[Page]) -> AsyncIterator[int]:
     """Run a router, in as many processes as are wanted; gives its port."""
     check_hops(config)
     if config.workers == 1:
-        async with router(config, plane_address) as port:
+        async with router(config, plane_address, pages=pages) as port:
             yield port
         return
     _router_settings(config, plane_address)
     async with Workers(config, plane_address) as workers:
+        pages.append(workers.metrics_page)
         yield workers.port
 
 
@@ -238,13 +272,13 @@ async def _until(stop: asyncio.Event, plane: ControlPlaneServer) -> None:
 
 async def serve(config: Config, stop: asyncio.Event) -> None:
     """Run a control plane alone."""
-    async with _control_plane(config) as plane:
+    async with _metrics(config) as pages, _control_plane(config, pages) as plane:
         await _until(stop, plane)
 
 
 async def route(config: Config, stop: asyncio.Event) -> None:
     """Run a router alone."""
-    async with _routers(config, config.plane):
+    async with _metrics(config) as pages, _routers(config, config.plane, pages):
         await stop.wait()
 
 
@@ -256,8 +290,9 @@ def _names_engines(config: Config) -> bool:
 async def up(config: Config, stop: asyncio.Event) -> None:
     """Run a control plane and a router that uses it."""
     async with (
-        _control_plane(config) as plane,
-        _routers(config, _joined(config.grpc_host, plane.port)) as http_port,
+        _metrics(config) as pages,
+        _control_plane(config, pages) as plane,
+        _routers(config, _joined(config.grpc_host, plane.port), pages) as http_port,
     ):
         if not _names_engines(config):
             log.info("engines_not_named", remedy="--prefill and --decode, or kvplane_endpoint on the engines")

@@ -18,7 +18,7 @@ import structlog
 
 from kvplane.cli.config import Config, environment_with
 from kvplane.router.app import RouterStartError
-from kvplane.router.siblings import forget_gauges
+from kvplane.router.siblings import Siblings, forget_gauges
 
 log = structlog.get_logger(__name__)
 
@@ -120,6 +120,10 @@ class Workers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stop()
+
+    async def metrics_page(self) -> bytes:
+        """Return the metrics of all workers together, in Prometheus' text format."""
+        return await asyncio.to_thread(Siblings(self._directory, -1).metrics)
 
     async def _stop(self) -> None:
         self._stopping.set()

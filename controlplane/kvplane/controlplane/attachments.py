@@ -97,9 +97,11 @@ class Attachments:
         conversation = _Conversation(self, at, stream, draining=draining)
         older = self._open.get(at)
         self._open[at] = conversation
+        self._ledger.tally.engines["attached"] += 1
         log.info("engine_attached", engine_id=engine_id, engine_epoch=engine_epoch, stream=stream)
         try:
             if older is not None:
+                self._ledger.tally.engines["superseded_stream"] += 1
                 # What the engine said on it may still be on its way, and is void from here on.
                 await older.stop_reading()
                 older.end(SupersededStreamError(engine_id))
@@ -118,6 +120,7 @@ class Attachments:
             if self._open.get(at) is conversation:
                 del self._open[at]
                 self._lost(at, stream)
+            self._ledger.tally.engines["detached"] += 1
             log.info("engine_detached", engine_id=engine_id, engine_epoch=engine_epoch, stream=stream)
             await conversation.stop_reading()
 
@@ -262,6 +265,7 @@ class Attachments:
             if unlogged is not None:
                 log.warning("announcement_refused", engine_id=engine_id, cause=str(error), unlogged=unlogged)
             result = m.Announced(m.AnnounceOutcome.REFUSED, detail=str(error))
+            self._ledger.tally.announcements[m.AnnounceOutcome.REFUSED] += 1
         convert.write_announced(answer, wire.request_id, result)
 
     async def waiting_orders(self, engine_id: str, engine_epoch: int) -> list[m.Order]:
@@ -288,6 +292,10 @@ class Attachments:
                 if keys.holding(holder) == item.key:
                     due[holder.request_id] = until_ms
         return due
+
+    def ordered(self, order: m.Order) -> None:
+        """Count an order that is sent."""
+        self._ledger.tally.orders[order.reason] += 1
 
     def now_ms(self) -> int:
         """Return the time by which deadlines are."""
@@ -395,6 +403,8 @@ class _Conversation:
         taken = self._orders[:_MAX_ORDERS]
         del self._orders[:_MAX_ORDERS]
         answer.release_orders.extend([convert.order_out(order) for order in taken])
+        for order in taken:
+            self._attachments.ordered(order)
         if self._wanted:
             now, some = self._attachments.now_ms(), list(islice(self._wanted.items(), _MAX_ORDERS))
             for request_id, until_ms in some:

@@ -9,6 +9,7 @@ from kvplane.controlplane import model as m
 from kvplane.controlplane.availability import Availability
 from kvplane.controlplane.errors import InvalidFieldError
 from kvplane.controlplane.ledger import Decision, Ledger, same_state
+from kvplane.controlplane.tally import Ended
 from kvplane.controlplane.turns import Turns
 from kvplane.store.base import Delete
 
@@ -94,4 +95,5 @@ class Claims:
                 *ledger.keep_claim(claim),
                 ledger.keep_turns(turns_key, claimed, self._settings.turns_kept_ms),
             ],
+            Ended("claimed", location),
         )

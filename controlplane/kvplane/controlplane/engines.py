@@ -220,6 +220,8 @@ class EngineRegistry:
             return engine
         if replaced is not None:
             await store.revoke_lease(replaced.lease_id)
+            ledger.tally.engines["replaced"] += 1
+        ledger.tally.engines["registered"] += 1
         log.info(
             "engine_registered",
             engine_id=spec.engine_id,
@@ -282,6 +284,7 @@ class EngineRegistry:
 
         drained = await ledger.decide(attempt)
         if drained is not None:
+            ledger.tally.engines["drained"] += 1
             log.info("engine_draining", engine_id=engine_id, engine_epoch=drained.engine_epoch)
         open_claims = 0
         async for item in ledger.scan(keys.engine_holdings(engine_id)):
@@ -302,6 +305,7 @@ class EngineRegistry:
         ended = await self._ledger.decide(attempt)
         if ended is not None:
             await self._ledger.store.revoke_lease(ended.lease_id)
+            self._ledger.tally.engines["deregistered"] += 1
             log.info("engine_deregistered", engine_id=engine_id, engine_epoch=engine_epoch)
 
     # Streams.

@@ -94,6 +94,13 @@ class Sweeper:
             engine = records.load_engine(event.current.value)
             self._over[engine.spec.engine_id, engine.engine_epoch] = self._clock.now_ms()
 
+    def overdue_s(self) -> float:
+        """Return for how long what is due longest has been so, in seconds; 0 if nothing is."""
+        clock = self._clock
+        locations = clock.now_ms() - self._locations[0][0] if self._locations else 0
+        claims = clock.patient_ms() - self._claims[0][0] if self._claims else 0
+        return max(0, locations, claims) / 1000
+
     async def run(self) -> None:
         """Sweep until the store is closed."""
         while True:

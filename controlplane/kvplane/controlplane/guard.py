@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import grpc
 import structlog
 
 from kvplane.controlplane.errors import status_of
+from kvplane.controlplane.tally import CallTally, Tally
 from kvplane.controlplane.throttle import Throttle
 
 log = structlog.get_logger(__name__)
@@ -21,13 +22,29 @@ _Context = Any
 """grpc.aio.ServicerContext; its type parameters say nothing here."""
 
 
+_OK, _CANCELLED = grpc.StatusCode.OK.name, grpc.StatusCode.CANCELLED.name
+
 _refusals = Throttle()
 """Refused calls, by reason: an outage refuses thousands."""
 
 
-async def _abort(context: _Context, method: str, error: Exception) -> NoReturn:
+class Counted(NamedTuple):
+    """Where a service's calls are counted."""
+
+    tally: Tally
+    calls: Mapping[str, CallTally]
+    """By the name of the method."""
+
+
+async def _abort(
+    context: _Context, method: str, error: Exception, counted: Counted | None, calls: CallTally | None
+) -> NoReturn:
     request_id = secrets.token_hex(8)
     code, message, reason, details = status_of(error, request_id)
+    if counted is not None:
+        counted.tally.refused(reason)
+    if calls is not None:
+        calls.ended(code.name)
     if code is grpc.StatusCode.INTERNAL:
         log.error("rpc_failed", rpc=method, request_id=request_id, exc_info=error)
     elif code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED):
@@ -38,46 +55,74 @@ async def _abort(context: _Context, method: str, error: Exception) -> NoReturn:
     raise AssertionError("abort returned")
 
 
-def _unary(method: str, behavior: Callable[[Any, _Context], Awaitable[Any]]) -> Callable[..., Any]:
+def _unary(
+    method: str, behavior: Callable[[Any, _Context], Awaitable[Any]], counted: Counted | None
+) -> Callable[..., Any]:
+    calls = None if counted is None else counted.calls[_name(method)]
+
     async def handle(request: Any, context: _Context) -> Any:
+        began = 0.0 if calls is None else calls.begin()
         try:
             if isinstance(request, Exception):  # see decoding
                 raise request
-            return await behavior(request, context)
+            answer = await behavior(request, context)
         except (grpc.aio.AbortError, asyncio.CancelledError):
+            if calls is not None:
+                calls.ended(_CANCELLED)
             raise
         except Exception as error:
             if not context.done():  # else the caller has gone, and with it whom to tell
-                await _abort(context, method, error)
+                await _abort(context, method, error, counted, calls)
+            if calls is not None:
+                calls.ended(_CANCELLED)
+            return None
+        if calls is not None:
+            calls.done(began)
+        return answer
 
     return handle
 
 
-def _stream(method: str, behavior: Callable[[Any, _Context], AsyncIterator[Any]]) -> Callable[..., Any]:
+def _stream(
+    method: str, behavior: Callable[[Any, _Context], AsyncIterator[Any]], counted: Counted | None
+) -> Callable[..., Any]:
+    calls = None if counted is None else counted.calls[_name(method)]
+
     async def handle(request: Any, context: _Context) -> AsyncIterator[Any]:
+        if calls is not None:
+            calls.begin()
         try:
             if isinstance(request, Exception):
                 raise request
             async for answer in behavior(request, context):
                 yield answer
-        except (grpc.aio.AbortError, asyncio.CancelledError):
+        except (grpc.aio.AbortError, asyncio.CancelledError, GeneratorExit):
+            if calls is not None:
+                calls.ended(_CANCELLED)
             raise
         except Exception as error:
-            await _abort(context, method, error)
+            await _abort(context, method, error, counted, calls)
+        else:
+            if calls is not None:
+                calls.ended(_OK)
 
     return handle
 
 
-def guarded(servicer: object, service: str) -> Any:
+def _name(method: str) -> str:
+    return method.rpartition("/")[2]
+
+
+def guarded(servicer: object, service: str, counted: Counted | None = None) -> Any:
     """Return a servicer that does the same, and turns every exception into its status.
 
-    `service` is its full name. Done once, where a server interceptor of grpc.aio costs each call about a
-    tenth of its time.
+    `service` is its full name; `counted`, where its calls are counted. Done once, where a server interceptor
+    of grpc.aio costs each call about a tenth of its time.
     """
     guards = {}
     for name in dir(servicer):
         if name[0].isupper():  # gRPC names its handlers as the protos name their methods
             behavior = getattr(servicer, name)
             guard = _stream if inspect.isasyncgenfunction(behavior) else _unary
-            guards[name] = guard(f"/{service}/{name}", behavior)
+            guards[name] = guard(f"/{service}/{name}", behavior, counted)
     return SimpleNamespace(**guards)

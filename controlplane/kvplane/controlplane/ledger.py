@@ -15,6 +15,7 @@ from kvplane.controlplane import model as m
 from kvplane.controlplane.errors import ContentionError
 from kvplane.controlplane.fleet_time import FleetTime
 from kvplane.controlplane.mirror import Mirror
+from kvplane.controlplane.tally import Ended, Tally
 from kvplane.controlplane.throttle import Throttle
 from kvplane.store.base import Compare, Delete, KeyValue, Operation, Put, Store
 from kvplane.store.errors import LeaseNotFoundError, StoreUnavailableError
@@ -66,6 +67,8 @@ class Decision(Struct, Generic[T], frozen=True, gc=False):
     answer: T
     compares: Sequence[Compare] = ()
     writes: Sequence[Write] = ()
+    ended: Ended | None = None
+    """What it ends once it is committed, to be counted."""
 
 
 class Holding(Struct, frozen=True, gc=False):
@@ -93,7 +96,8 @@ class Ledger:
     has been forgotten.
     """
 
-    def __init__(self, store: Store, clock: FleetTime, mirror: Mirror) -> None:
+    def __init__(self, store: Store, clock: FleetTime, mirror: Mirror, tally: Tally | None = None) -> None:
+        self.tally = tally or Tally()
         self.store = store
         self.clock = clock
         self.mirror = mirror
@@ -168,7 +172,10 @@ class Ledger:
                 return made.answer
             try:
                 if await self.commit(made.compares, made.writes):
+                    if made.ended is not None:
+                        self.tally.ending(made.ended)
                     return made.answer
+                self.tally.attempts += 1
             except StoreUnavailableError:
                 if redone:
                     raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvplane.controlplane.locations import Locations
 from kvplane.controlplane.paging import decode_token, encode_token
 from kvplane.controlplane.rates import OperationRates
 from kvplane.controlplane.releases import Releases
+from kvplane.controlplane.tally import HIT, CallTally
 from kvplane.controlplane.touches import Touches
 from kvplane.controlplane.turn_streams import multiplexed
 from kvplane.controlplane.turns import BegunTurn, Turns
@@ -41,6 +42,7 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         releases: Releases,
         touches: Touches,
         rates: OperationRates | None = None,
+        operations: Mapping[str, CallTally] | None = None,
     ) -> None:
         self._ledger = ledger
         self._engines = engines
@@ -50,6 +52,8 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         self._releases = releases
         self._touches = touches
         self._rates = rates
+        self._tally = ledger.tally
+        self._operations = operations
         self._searching = asyncio.Lock()
 
     def _now(self) -> int:
@@ -119,8 +123,11 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
             scope, fingerprint = convert.key_in(request.key), convert.fingerprint_in(request.fingerprint)
             if len(fingerprint.chain) > _LONG_BYTES:
                 await self._in_turn()
-            return self._locations.lookup_prefix(scope, fingerprint)
-        return self._locations.lookup(convert.key_in(request.key))
+            known = self._locations.lookup_prefix(scope, fingerprint)
+        else:
+            known = self._locations.lookup(convert.key_in(request.key))
+        self._tally.lookups[known if isinstance(known, m.MissReason) else HIT] += 1
+        return known
 
     async def _in_turn(self) -> None:
         """Wait until no other search for a long prompt is made: in a row they would hold up all else."""
@@ -137,7 +144,10 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         fingerprint = convert.fingerprint_in(request.fingerprint) if by_fingerprint else None
         if fingerprint is not None and len(fingerprint.chain) > _LONG_BYTES:
             await self._in_turn()
-        return await self._turns.begin(convert.key_in(request.key), request_id, wait_s, fingerprint)
+        begun = await self._turns.begin(convert.key_in(request.key), request_id, wait_s, fingerprint)
+        known = begun.known
+        self._tally.begun[known if isinstance(known, m.MissReason) else HIT] += 1
+        return begun
 
     async def perform_claim(self, request: location_pb2.ClaimLocationRequest) -> m.Claim | m.MissReason:
         """Validate and perform ClaimLocation."""
@@ -146,7 +156,7 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
             raise InvalidFieldError("turn", "must not be negative")
         if self._rates is not None:
             self._rates.take(request.key.tenant_id)
-        return await self._claims.claim(
+        outcome = await self._claims.claim(
             convert.key_in(request.key),
             validate.claim_id("request_id", request.request_id),
             validate.text("owner", request.owner),
@@ -154,9 +164,16 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
             turn=request.turn,
             wait_s=validate.wait(request.wait) if request.HasField("wait") else None,
         )
+        self._tally.claims[outcome if isinstance(outcome, m.MissReason) else HIT] += 1
+        return outcome
 
     async def perform_release(self, request: location_pb2.ReleaseLocationRequest) -> m.ReleaseOutcome:
         """Validate and perform ReleaseLocation."""
+        outcome = await self._release(request)
+        self._tally.releases[outcome] += 1
+        return outcome
+
+    async def _release(self, request: location_pb2.ReleaseLocationRequest) -> m.ReleaseOutcome:
         target = request.WhichOneof("target")
         if target == "end_conversation":
             validate.key(request.end_conversation.key, "end_conversation.key")
@@ -182,7 +199,9 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         ttl_s = validate.span("ttl", request.ttl)
         if self._rates is not None:
             self._rates.take(request.key.tenant_id)
-        return await self._touches.touch(convert.key_in(request.key), ttl_s, request.turn)
+        touched = await self._touches.touch(convert.key_in(request.key), ttl_s, request.turn)
+        self._tally.touches[touched.noted] += 1
+        return touched
 
     def write_known(self, answer: location_pb2.LookupLocationResponse, known: m.Found | m.MissReason) -> None:
         """Write what is known of a conversation."""
@@ -281,7 +300,9 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         self, request_iterator: AsyncIterator[location_pb2.TurnsRequest], context: Any
     ) -> None:
         """See the protos. It writes its answers itself: each layer of generators costs a turn of the loop."""
-        await multiplexed(self, request_iterator, context.write, self._ledger.start)
+        await multiplexed(
+            self, request_iterator, context.write, self._ledger.start, self._tally, self._operations
+        )
 
 
 def _by_fingerprint(request: location_pb2.LookupLocationRequest | location_pb2.BeginTurnRequest) -> bool:

@@ -22,6 +22,7 @@ from kvplane.controlplane.ledger import Decision, Ledger, Write, own_location, s
 from kvplane.controlplane.prefixes import Prefixes
 from kvplane.controlplane.quotas import Quotas
 from kvplane.controlplane.releases import Releases
+from kvplane.controlplane.tally import Ended
 
 _TURN_AHEAD_MS = 86_400_000
 """A turn's number is the clock's milliseconds or a little more; replicas' clocks do not differ by a day."""
@@ -68,6 +69,7 @@ class Locations:
         except (UnknownEngineError, StaleEpochError, SupersededStreamError):
             await self._engines.require(engine_id, engine_epoch, stream)  # the mirror may have been behind
             result = await self._ledger.decide(lambda: self._announce(holder, value, stream))
+        self._ledger.tally.announcements[result.outcome] += 1
         if result.outcome is m.AnnounceOutcome.ACCEPTED:
             self._engines.announced(engine_id, engine_epoch)
         if self._quotas is not None:
@@ -113,6 +115,7 @@ class Locations:
                     [self._not_kept(turns_key, known, value, now)],
                 )
         writes: list[Write] = []
+        ended: Ended | None = None
         if current is not None:
             if is_known:
                 location = replace(
@@ -125,6 +128,9 @@ class Locations:
                     return Decision(_accepted(current, now), compares)
             else:
                 writes = self._releases.replacing(current, m.ReleaseReason.SUPERSEDED)
+                before = current.holder
+                goes_on = (before.engine_id, before.engine_epoch) == (holder.engine_id, holder.engine_epoch)
+                ended = Ended("continued" if goes_on else "superseded", current)
                 if current.turn == location.turn:  # the same blocks, on record for an earlier incarnation
                     location = replace(location, wanted_until_ms=current.wanted_until_ms)
         if known.wanted_until_ms and value.turn == known.latest_turn:
@@ -142,7 +148,7 @@ class Locations:
                 wanted_until_ms=0 if value.turn >= known.latest_turn else known.wanted_until_ms,
             )
             writes.append(ledger.keep_turns(turns_key, settled, self._settings.turns_kept_ms))
-        return Decision(_accepted(location, now), compares, writes)
+        return Decision(_accepted(location, now), compares, writes, ended)
 
     def _not_kept(self, turns_key: bytes, known: m.Turns, value: m.Announcement, now: int) -> Write:
         """Return the note that a turn has ended and, for its tenant's quota, left nothing on record."""
@@ -213,7 +219,9 @@ class Locations:
         Raises UnknownEngineError, StaleEpochError, ContentionError.
         """
         await self._engines.require(holder.engine_id, holder.engine_epoch)
-        return await self._ledger.decide(lambda: self._renew(holder, ttl_s))
+        granted_s = await self._ledger.decide(lambda: self._renew(holder, ttl_s))
+        self._ledger.tally.renewals[granted_s is not None] += 1
+        return granted_s
 
     def _renew(self, holder: m.Holder, ttl_s: float) -> Decision[float | None]:
         ledger = self._ledger

@@ -117,9 +117,36 @@ def location_turn(raw: bytes) -> tuple[int, int]:
     return record.turn, record.block_count
 
 
+def location_sizes(raw: bytes) -> tuple[str, str, int, int]:
+    """Return whose a stored location is, engine and tenant, and its tokens and blocks."""
+    return _sizes(_location_record(raw))
+
+
+def _sizes(record: pb.LocationRecord) -> tuple[str, str, int, int]:
+    return record.engine_id, record.tenant_id, record.token_count, record.block_count
+
+
+_claim_seen: list[tuple[bytes, pb.ClaimRecord]] = []
+"""The last one, likewise."""
+
+
+def _claim_record(raw: bytes) -> pb.ClaimRecord:
+    for known, record in _claim_seen:
+        if known is raw:
+            return record
+    record = pb.ClaimRecord.FromString(raw)
+    _claim_seen[:] = [(raw, record)]
+    return record
+
+
 def claim_deadline_ms(raw: bytes) -> int:
     """Return the deadline of a stored claim."""
-    return pb.ClaimRecord.FromString(raw).deadline_ms
+    return _claim_record(raw).deadline_ms
+
+
+def claim_sizes(raw: bytes) -> tuple[str, str, int, int]:
+    """Return of a claimed location what `location_sizes` does of one."""
+    return _sizes(_claim_record(raw).location)
 
 
 def _fill_location(record: pb.LocationRecord, value: m.Location) -> None:

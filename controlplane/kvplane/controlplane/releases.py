@@ -12,6 +12,7 @@ from kvplane.controlplane import eager, keys, records
 from kvplane.controlplane import model as m
 from kvplane.controlplane.errors import NotClaimOwnerError
 from kvplane.controlplane.ledger import Decision, Ledger, Write, understood
+from kvplane.controlplane.tally import Ended
 from kvplane.store.base import MAX_TXN_OPERATIONS, Compare, Delete, KeyValue
 
 log = structlog.get_logger(__name__)
@@ -76,7 +77,12 @@ class Releases:
                 return Decision(m.ReleaseOutcome.CLAIMED, compares, ending)
             gone: list[Write] = [Delete(location.key), Delete(holding.key)]
             ended, turns_unchanged = self._ended(location.value)
-            return Decision(m.ReleaseOutcome.RELEASED, [*compares, turns_unchanged], [*gone, ended])
+            return Decision(
+                m.ReleaseOutcome.RELEASED,
+                [*compares, turns_unchanged],
+                [*gone, ended],
+                Ended("withdrawn", location.value),
+            )
 
         return await self._ledger.decide(attempt)
 
@@ -88,18 +94,21 @@ class Releases:
             holding, order = ledger.holding(holder), ledger.order(holder)
             compares = [holding.unchanged(), order.unchanged()]
             writes: list[Write] = [] if order.value is None else [Delete(order.key)]
+            over: Ended | None = None
             if holding.value is not None:
                 writes.append(Delete(holding.key))
                 if holding.value.claim_id:
                     writes.append(Delete(keys.claim(holding.value.claim_id)))
+                    over = _over(holding.value.claim_id, "read")
                 else:
                     location = ledger.location_at(holding.value.location_key)
                     compares.append(location.unchanged())
                     if location.value is not None and location.value.holder == holder:
                         ended, turns_unchanged = self._ended(location.value)
                         writes += [Delete(location.key), ended]
+                        over = Ended("freed", location.value)
                         compares.append(turns_unchanged)
-            return Decision(None, compares, writes)
+            return Decision(None, compares, writes, over)
 
         await self._ledger.decide(attempt)
 
@@ -129,7 +138,8 @@ class Releases:
                 ended = replace(known, ended_turn=last, wanted_until_ms=0)
                 writes.append(ledger.keep_turns(turns_key, ended, self._settings.turns_kept_ms))
         outcome = m.ReleaseOutcome.NOTHING if location is None else m.ReleaseOutcome.RELEASED
-        return Decision(outcome, [stored.unchanged(), turns.unchanged()], writes)
+        over = None if location is None else Ended(reason.name.lower(), location)
+        return Decision(outcome, [stored.unchanged(), turns.unchanged()], writes, over)
 
     def _end_location(
         self, store_key: bytes, reason: m.ReleaseReason, *, due_only: bool = False
@@ -141,7 +151,12 @@ class Releases:
             return Decision(m.ReleaseOutcome.NOTHING)
         ending = self.ending(store_key, location.value, reason)
         ended, turns_unchanged = self._ended(location.value)
-        return Decision(m.ReleaseOutcome.RELEASED, [location.unchanged(), turns_unchanged], [*ending, ended])
+        return Decision(
+            m.ReleaseOutcome.RELEASED,
+            [location.unchanged(), turns_unchanged],
+            [*ending, ended],
+            Ended(reason.name.lower(), location.value),
+        )
 
     async def displace(self, location: m.Location) -> bool:
         """End a location for its tenant's quota, unless it has been replaced; its engine is told.
@@ -155,7 +170,8 @@ class Releases:
                 return Decision(False, [stored.unchanged()])
             ending = self.ending(stored.key, stored.value, m.ReleaseReason.QUOTA)
             ended, turns_unchanged = self._ended(stored.value, for_quota=True)
-            return Decision(True, [stored.unchanged(), turns_unchanged], [*ending, ended])
+            over = Ended("quota", stored.value)
+            return Decision(True, [stored.unchanged(), turns_unchanged], [*ending, ended], over)
 
         return await self._ledger.decide(attempt)
 
@@ -177,11 +193,14 @@ class Releases:
         def attempt() -> Decision[None]:
             location = self._ledger.location_at(keys.location_of(turns_key))
             writes: list[Write] = [Delete(turns_key)]
+            over: Ended | None = None
             if location.value is not None:
                 writes += self.ending(location.key, location.value, m.ReleaseReason.CAPACITY)
-            return Decision(None, [location.unchanged()], writes)
+                over = Ended("capacity", location.value)
+            return Decision(None, [location.unchanged()], writes, over)
 
         await self._ledger.decide(attempt)
+        self._ledger.tally.evicted += 1
 
     async def forget_begun(self, begun_key: bytes) -> None:
         """Forget of which conversation a request by fingerprint is: repeated, it begins another turn."""
@@ -205,7 +224,8 @@ class Releases:
             if claim.value.owner != owner:
                 raise NotClaimOwnerError(claim_id)
             ending = self._ending_claim(claim.value, m.ReleaseReason.CLAIM_FINISHED)
-            return Decision(m.ReleaseOutcome.RELEASED, [claim.unchanged()], ending)
+            over = _over(claim_id, "finished")
+            return Decision(m.ReleaseOutcome.RELEASED, [claim.unchanged()], ending, over)
 
         return await self._ledger.decide(attempt)
 
@@ -220,7 +240,8 @@ class Releases:
             if ends_ms > self._ledger.clock.patient_ms():
                 return Decision(None)
             ending = self._ending_claim(claim.value, m.ReleaseReason.CLAIM_TIMEOUT)
-            return Decision(claim.value.location.holder, [claim.unchanged()], ending)
+            over = _over(claim_id, "timed_out")
+            return Decision(claim.value.location.holder, [claim.unchanged()], ending, over)
 
         holder = await self._ledger.decide(attempt)
         if holder is not None:
@@ -264,12 +285,20 @@ class Releases:
         def attempt() -> Decision[None]:
             writes: list[Write] = [Delete(item.key)]
             if claim_id:
-                return Decision(None, [], [*writes, Delete(keys.claim(claim_id))])
+                gone = _over(claim_id, "engine_gone")
+                return Decision(None, [], [*writes, Delete(keys.claim(claim_id))], gone)
             if not location_key:
                 return Decision(None, [], writes)
             location = self._ledger.location_at(location_key)
+            over: Ended | None = None
             if location.value is not None and keys.holding(location.value.holder) == item.key:
                 writes.append(Delete(location_key))
-            return Decision(None, [location.unchanged()], writes)
+                over = Ended("engine_gone", location.value)
+            return Decision(None, [location.unchanged()], writes, over)
 
         await self._ledger.decide(attempt)
+
+
+def _over(claim_id: str, how: str) -> Ended:
+    """Return how a claim ends, to be counted; of one that nobody made, that its quarantine is over."""
+    return Ended("quarantine_over" if claim_id.startswith(m.QUARANTINE) else how, None, claim_id)

@@ -123,6 +123,14 @@ class Replicas:
         since = self._time.now_ms() - _ALIVE_MS
         return sum(other < self.replica_id for other, time_ms in self._seen.items() if time_ms >= since)
 
+    def living(self) -> int:
+        """Return how many replicas live, this one included. O(replicas)."""
+        since = self._time.now_ms() - _ALIVE_MS
+        others = sum(
+            replica_id != self.replica_id and time_ms >= since for replica_id, time_ms in self._seen.items()
+        )
+        return others + 1
+
     async def run(self) -> None:
         """Agree on the time, then pulse until the store is closed; its being away is a matter of course.
 

@@ -22,11 +22,12 @@ from kvplane.controlplane.engine_service import EngineServicer
 from kvplane.controlplane.engines import EngineRegistry
 from kvplane.controlplane.expiry import Sweeper
 from kvplane.controlplane.fleet_time import FleetTime
-from kvplane.controlplane.guard import guarded
+from kvplane.controlplane.guard import Counted, guarded
 from kvplane.controlplane.holdings import HoldingsCount
 from kvplane.controlplane.ledger import Ledger
 from kvplane.controlplane.location_service import LocationServicer
 from kvplane.controlplane.locations import Locations
+from kvplane.controlplane.meter import Meter
 from kvplane.controlplane.mirror import Mirror
 from kvplane.controlplane.prefixes import Prefixes
 from kvplane.controlplane.quotas import Quotas, TenantLimits
@@ -61,10 +62,18 @@ class AddressInUseError(Exception):
 
 
 class ControlPlane:
-    """Everything the control plane knows and does, over one store. Transport comes on top."""
+    """Everything the control plane knows and does, over one store. Transport comes on top.
+
+    With a `meter`, what it does is measured beyond bare counts.
+    """
 
     def __init__(
-        self, store: Store, clock: Clock, settings: m.Settings, limits: TenantLimits | None = None
+        self,
+        store: Store,
+        clock: Clock,
+        settings: m.Settings,
+        limits: TenantLimits | None = None,
+        meter: Meter | None = None,
     ) -> None:
         self.store = store
         self.settings = settings
@@ -72,6 +81,8 @@ class ControlPlane:
         time = FleetTime(clock, patience_s=2 * settings.claim_life_s)
         self.mirror = Mirror(store, time, max_staleness_s=settings.max_staleness_s if store.shared else None)
         ledger = Ledger(store, time, self.mirror)
+        self.tally = ledger.tally
+        operations = None if meter is None else meter.follow(self.mirror, self.tally)
         self.replicas = Replicas(ledger, time, settings)
         self.engines = EngineRegistry(ledger, settings)
         self.releases = Releases(ledger, settings)
@@ -109,6 +120,7 @@ class ControlPlane:
             self.releases,
             self.touches,
             self.rates,
+            operations,
         )
 
     def start(self) -> list[asyncio.Task[None]]:
@@ -156,7 +168,10 @@ class ControlPlane:
 
 
 class ControlPlaneServer:
-    """A gRPC server of a control plane. The store is the caller's and outlives it."""
+    """A gRPC server of a control plane. The store is the caller's and outlives it.
+
+    With a `meter`, calls are counted and timed.
+    """
 
     def __init__(
         self,
@@ -164,8 +179,10 @@ class ControlPlaneServer:
         clock: Clock,
         settings: m.Settings | None = None,
         limits: TenantLimits | None = None,
+        meter: Meter | None = None,
     ) -> None:
-        self.plane = ControlPlane(store, clock, settings or m.Settings(), limits)
+        self.plane = ControlPlane(store, clock, settings or m.Settings(), limits, meter)
+        self._counted = None if meter is None else Counted(self.plane.tally, meter.calls)
         self._clock = clock
         self._tasks: list[asyncio.Task[None]] = []
         self._health = health.aio.HealthServicer()
@@ -194,11 +211,11 @@ class ControlPlaneServer:
         ]
         server = self._server = grpc.aio.server(options=options)
         checked: Any = Checked(server)
-        engines = guarded(self.plane.engine_servicer, ENGINE_SERVICE)
+        engines = guarded(self.plane.engine_servicer, ENGINE_SERVICE, self._counted)
         engine_pb2_grpc.add_EngineServiceServicer_to_server(engines, checked)
-        locations = guarded(self.plane.location_servicer, LOCATION_SERVICE)
+        locations = guarded(self.plane.location_servicer, LOCATION_SERVICE, self._counted)
         location_pb2_grpc.add_LocationServiceServicer_to_server(locations, checked)
-        status = guarded(self.plane.status_servicer, STATUS_SERVICE)
+        status = guarded(self.plane.status_servicer, STATUS_SERVICE, self._counted)
         status_pb2_grpc.add_StatusServiceServicer_to_server(status, checked)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable(server, (*SERVICES, health.SERVICE_NAME))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Protocol
 
 import structlog
@@ -11,6 +11,7 @@ import structlog
 from kvplane.controlplane import convert, eager, validate
 from kvplane.controlplane import model as m
 from kvplane.controlplane.errors import InvalidFieldError, status_of
+from kvplane.controlplane.tally import CallTally, Tally
 from kvplane.controlplane.turns import BegunTurn
 from kvplane.v1 import location_pb2 as pb
 
@@ -63,8 +64,17 @@ gRPC's clients take 4 MiB unless told otherwise.
 class _Stream:
     """One stream: what is under way, and the answers that are ready to go."""
 
-    def __init__(self, operations: Operations, start: eager.Start[None], write: Write) -> None:
+    def __init__(
+        self,
+        operations: Operations,
+        start: eager.Start[None],
+        write: Write,
+        tally: Tally | None,
+        taken: Mapping[str, CallTally] | None,
+    ) -> None:
         self._operations = operations
+        self._tally = tally or Tally()
+        self._taken = taken
         self._start = start
         self._write = write
         self._running: set[asyncio.Task[None]] = set()
@@ -76,6 +86,8 @@ class _Stream:
     async def _perform(self, operation: pb.TurnsOperation) -> None:
         """Make one operation and put its answer among those that are ready."""
         make, kind = self._operations, operation.WhichOneof("operation")
+        taken = None if self._taken is None or kind is None else self._taken[kind]
+        began = 0.0 if taken is None else taken.begin()
         try:
             if kind == "begin_turn":
                 begun = await make.perform_begin(operation.begin_turn)
@@ -105,10 +117,16 @@ class _Stream:
                 )
         except Exception as error:
             code, message, reason, _ = status_of(error, f"turns-{operation.id}")
+            self._tally.refused(reason)
+            if taken is not None:
+                taken.ended(code.name)
             if reason == "INTERNAL":
                 log.error("rpc_failed", rpc="Turns", request_id=f"turns-{operation.id}", exc_info=error)
             failed = self._ready.results.add(id=operation.id).error
             failed.code, failed.message, failed.reason = code.value[0], message, reason
+        else:
+            if taken is not None:
+                taken.done(began)
 
     async def serve(self, requests: AsyncIterator[pb.TurnsRequest]) -> None:
         """Perform operations as they come and write their answers, as long as the caller takes them."""
@@ -183,6 +201,11 @@ async def multiplexed(
     requests: AsyncIterator[pb.TurnsRequest],
     write: Write,
     start: eager.Start[None],
+    tally: Tally | None = None,
+    taken: Mapping[str, CallTally] | None = None,
 ) -> None:
-    """Perform operations as they come, concurrently; answer with all results that are ready, together."""
-    await _Stream(operations, start, write).serve(requests)
+    """Perform operations as they come, concurrently; answer with all results that are ready, together.
+
+    Refusals are counted in `tally`, and operations by kind in `taken`, if given.
+    """
+    await _Stream(operations, start, write, tally, taken).serve(requests)

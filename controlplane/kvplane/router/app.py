@@ -431,12 +431,14 @@ class RouterServer:
         return web.json_response(detail, status=200 if ready else 503)
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(body=await self.metrics_page(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def metrics_page(self) -> bytes:
+        """Return the metrics of this router and its siblings in Prometheus' text format."""
         self._set_gauges()
         if self._siblings is None:
-            body = generate_latest(self.metrics.registry)
-        else:
-            body = await asyncio.to_thread(self._siblings.metrics)
-        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+            return generate_latest(self.metrics.registry)
+        return await asyncio.to_thread(self._siblings.metrics)
 
     def _set_gauges(self) -> None:
         for role in ("prefill", "decode"):

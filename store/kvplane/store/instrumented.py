@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from enum import StrEnum
 from types import TracebackType
 from typing import Protocol
 
-from kvplane.store.base import Compare, EventBatch, KeyValue, Lease, Operation, Page, Store, Transaction
+from kvplane.store.base import (
+    Compare,
+    Event,
+    EventBatch,
+    KeyValue,
+    Lease,
+    Operation,
+    Page,
+    Store,
+    StoreFacts,
+    Transaction,
+)
 from kvplane.store.clock import Clock
 from kvplane.store.errors import (
     CompactedError,
@@ -81,6 +92,18 @@ class InstrumentedStore(Store):
     def shared(self) -> bool:
         """See Store."""
         return self._inner.shared
+
+    def observe(self, listener: Callable[[Event], None]) -> Mapping[bytes, KeyValue] | None:
+        """See Store."""
+        return self._inner.observe(listener)
+
+    async def facts(self) -> StoreFacts:
+        """See Store. Not reported: it says nothing of how calls go."""
+        return await self._inner.facts()
+
+    async def caution(self) -> str | None:
+        """See Store. Not reported: it is asked once."""
+        return await self._inner.caution()
 
     async def get(self, key: bytes) -> KeyValue | None:
         """See Store."""
