@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deploy.rig.process import LOCALHOST, RigError, RigProcess, free_ports
 
-_PROGRAM = (sys.executable, "-c", "import sys; from kvplane.cli.main import main; sys.exit(main())")
+_PROGRAM = (sys.executable, "-c", "import sys; from kvplane.cli.entry import main; sys.exit(main())")
 
 
 def _engines(prefill_urls: Sequence[str], decode_urls: Sequence[str]) -> list[str]:

@@ -16,7 +16,7 @@ import pytest
 from kvplane.client.client import ControlPlaneClient
 from kvplane.client.model import EngineId, EngineRole, EngineSpec
 
-PROGRAM = (sys.executable, "-c", "import sys; from kvplane.cli.main import main; sys.exit(main())")
+PROGRAM = (sys.executable, "-c", "import sys; from kvplane.cli.entry import main; sys.exit(main())")
 
 
 async def start(*arguments: str) -> asyncio.subprocess.Process:

@@ -19,8 +19,8 @@ from deploy.rig.etcd import EtcdServer
 from deploy.rig.process import free_ports
 from kvplane.cli import store as commands
 from kvplane.cli.config import Config, load_config
-from kvplane.cli.main import app
-from kvplane.cli.run import StartError
+from kvplane.cli.entry import app
+from kvplane.cli.errors import StartError
 from kvplane.client.client import ControlPlaneClient
 from kvplane.client.model import EngineId, EngineRole, EngineSpec
 from kvplane.controlplane import keys, records
@@ -33,7 +33,7 @@ from kvplane.store.errors import StoreError, StoreFullError, StoreUnavailableErr
 from kvplane.store.memory import MemoryStore
 from kvplane.store.url import open_store
 
-PROGRAM = (sys.executable, "-c", "import sys; from kvplane.cli.main import main; sys.exit(main())")
+PROGRAM = (sys.executable, "-c", "import sys; from kvplane.cli.entry import main; sys.exit(main())")
 CONVERSATION = m.ConversationKey("t", "m", "", "c")
 HOLDER = m.Holder("d", 7, "r")
 

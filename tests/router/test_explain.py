@@ -10,8 +10,8 @@ import pytest
 from aiohttp.test_utils import make_mocked_request
 from typer.testing import CliRunner
 
+from kvplane.cli.entry import app
 from kvplane.cli.explain import as_text
-from kvplane.cli.main import app
 from kvplane.router.explain import Explanations, _from_here
 from tests.router.rig import CHAT, Reply, Rig, chat, long_text, rig, until
 

@@ -15,8 +15,7 @@ from kvplane.bench.rig import BenchError, Options
 from kvplane.cli.bench_output import check_writable, chosen, finish, progress
 from kvplane.cli.bench_retention import bench_retention
 from kvplane.cli.bench_router import bench_router
-from kvplane.cli.config import ConfigError
-from kvplane.cli.run import StartError
+from kvplane.cli.errors import ConfigError, StartError
 from kvplane.store.url import StoreUrlError
 
 bench_app = typer.Typer(

@@ -16,8 +16,7 @@ from rich.table import Table
 from kvplane.bench import report
 from kvplane.bench.figures import Cpu, Row
 from kvplane.bench.rig import Options
-from kvplane.cli.config import ConfigError
-from kvplane.cli.run import StartError
+from kvplane.cli.errors import ConfigError, StartError
 
 _PIPED_WIDTH = 170
 

@@ -19,8 +19,7 @@ from kvplane.bench.leases.replay import MS_PER_TOKEN, Setting
 from kvplane.bench.leases.trace import BLOCK_TOKENS, TraceError, link, read
 from kvplane.bench.rig import BenchError
 from kvplane.cli.bench_output import check_writable
-from kvplane.cli.config import ConfigError
-from kvplane.cli.run import StartError
+from kvplane.cli.errors import ConfigError, StartError
 
 _PIPED_WIDTH = 120
 _SAVED_TARGET = 0.95

@@ -10,8 +10,7 @@ import typer
 import uvloop
 
 from kvplane.cli import bench_output as output
-from kvplane.cli.config import ConfigError
-from kvplane.cli.run import StartError
+from kvplane.cli.errors import ConfigError, StartError
 
 _BENCHES = "first-token, rate, gaps, memory, workers"
 

@@ -21,6 +21,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from kvplane.cli.errors import ConfigError as ConfigError
 from kvplane.router.identity import SOURCES
 
 ENV_PREFIX = "KVPLANE_"
@@ -41,10 +42,6 @@ _ENV_OF_OTHERS = frozenset(
 
 _SERVICE_LINK = re.compile(r"KVPLANE_(SERVICE_|PORT_\d+_)")
 """What Kubernetes puts into the environment next to a service called kvplane."""
-
-
-class ConfigError(ValueError):
-    """Configuration that cannot work: one line that names the option and the remedy."""
 
 
 class Config(BaseSettings):

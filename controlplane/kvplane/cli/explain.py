@@ -11,8 +11,8 @@ from urllib.parse import quote
 
 import typer
 
-from kvplane.cli.run import StartError
-from kvplane.cli.store import Output
+from kvplane.cli.errors import StartError
+from kvplane.cli.output import Output
 from kvplane.router.settings import SettingsError, engine_url
 
 _TRIES = 16

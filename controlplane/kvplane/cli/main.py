@@ -1,49 +1,24 @@
-"""The `kvplane` command."""
+"""The commands that run servers, and `kvplane config`."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import sys
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from kvplane.cli import options as o
 from kvplane.cli import run
-from kvplane.cli.bench import bench_app
-from kvplane.cli.config import Config, ConfigError, load_config, toml_line
-from kvplane.cli.explain import explain
+from kvplane.cli.config import Config, load_config, toml_line
+from kvplane.cli.entry import main
 from kvplane.cli.logs import configure_logs
-from kvplane.cli.store import store_app
 from kvplane.store.url import without_password
 
-app = typer.Typer(
-    name="kvplane",
-    help="Knows which conversation's KV cache is where, for how long, and whether it may be reused.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # its tables cut the names of options short
-)
+__all__ = ["app", "main"]
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+"""Found by `entry`, which puts all commands together."""
 config_app = typer.Typer(help="Look at the configuration.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config")
-app.add_typer(store_app, name="store")
-app.add_typer(bench_app, name="bench")
-app.command()(explain)
-
-
-def _version(show: bool) -> None:
-    if show:
-        typer.echo(f"kvplane {importlib.metadata.version('kvplane')}")
-        raise typer.Exit
-
-
-@app.callback()
-def _main(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    """Take options that belong to no command."""
 
 
 def _load(flags: dict[str, Any]) -> Config:
@@ -212,17 +187,3 @@ def config_show(config: o.ConfigFile = None) -> None:
     for name in Config.model_fields:
         value = getattr(effective, name)
         typer.echo(toml_line(name, without_password(value) if name == "store" else value))
-
-
-def main() -> int:
-    """Run the command line; every expected failure is one line on standard error."""
-    try:
-        app(standalone_mode=True)
-    except (ConfigError, run.StartError) as error:
-        print(f"kvplane: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

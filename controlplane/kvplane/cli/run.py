@@ -14,6 +14,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from kvplane.cli.config import Config, kubernetes_api
+from kvplane.cli.errors import StartError as StartError
 from kvplane.cli.front import check_hops, engine_files, is_loopback, server_files
 from kvplane.cli.metrics_port import MetricsPort, MetricsPortError, Page
 from kvplane.cli.tenant_limits import LimitsFile, following
@@ -40,10 +41,6 @@ log = structlog.get_logger(__name__)
 
 Program = Callable[[Config, asyncio.Event], Awaitable[None]]
 """What a command runs, until the event is set."""
-
-
-class StartError(Exception):
-    """The program cannot start: one line that says why and what to do."""
 
 
 def until_signalled(program: Program, config: Config) -> None:

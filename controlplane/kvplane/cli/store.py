@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, BinaryIO, TypeVar
 
@@ -20,8 +19,9 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvplane.cli import options as o
 from kvplane.cli.config import Config, load_config
+from kvplane.cli.errors import StartError
 from kvplane.cli.logs import configure_logs
-from kvplane.cli.run import StartError
+from kvplane.cli.output import Output
 from kvplane.controlplane.model import Settings
 from kvplane.controlplane.schema import SchemaError
 from kvplane.controlplane.upkeep.dump import DumpError, read_dump, write_dump
@@ -46,13 +46,6 @@ store_app = typer.Typer(
 )
 
 _REACHABLE_WITHIN_S = 10.0
-
-
-class Output(StrEnum):
-    """How a result is printed."""
-
-    TEXT = "text"
-    JSON = "json"
 
 
 @asynccontextmanager

@@ -25,7 +25,7 @@ _START_S = 60.0
 _LOG_LINES = 12
 
 OURS, BARE = "kvplane", "bare proxy"
-KVPLANE = (sys.executable, "-c", "import sys; from kvplane.cli.main import main; sys.exit(main())")
+KVPLANE = (sys.executable, "-c", "import sys; from kvplane.cli.entry import main; sys.exit(main())")
 
 
 @dataclass(frozen=True, slots=True)

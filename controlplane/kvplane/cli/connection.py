@@ -1,0 +1,135 @@
+"""How commands for people reach their control plane: the one place that opens connections for them.
+
+A command takes `target: Target` and is decorated with `asks_plane`, which gives it the options instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from kvplane.cli.errors import StartError
+
+if TYPE_CHECKING:
+    from kvplane.client.client import ControlPlaneClient
+    from kvplane.client.errors import ControlPlaneError
+
+T = TypeVar("T")
+
+DEFAULT_PLANE = "127.0.0.1:50051"
+_SHOWN = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A control plane, or several replicas of one."""
+
+    address: str
+    """As --plane takes it."""
+    timeout_s: float
+
+    def client(self, address: str = "") -> ControlPlaneClient:
+        """Return a client of it, or of one of its replicas; the caller closes it."""
+        from kvplane.client.client import ControlPlaneClient
+
+        return ControlPlaneClient(address or self.address, timeout_s=self.timeout_s)
+
+    def replicas(self) -> list[str]:
+        """Return the addresses that were given, one by one."""
+        return [part.strip() for part in self.address.split(",")]
+
+
+def _target(
+    plane: Annotated[
+        str,
+        typer.Option(
+            "--plane",
+            envvar="KVPLANE_PLANE",
+            help="Control plane: HOST:PORT, IP:PORT,IP:PORT,... or dns:///NAME:PORT.",
+        ),
+    ] = DEFAULT_PLANE,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.", min=0.1, max=600.0)] = 5.0,
+) -> Target:
+    """Return what the options name. Raises StartError."""
+    from kvplane.client.address import checked_address
+
+    try:
+        checked_address(plane)
+    except ValueError as error:
+        raise StartError(f"--plane: {error}") from None
+    return Target(plane, timeout)
+
+
+def asks_plane(command: Callable[..., T]) -> Callable[..., T]:
+    """Give a command the options by which it finds its control plane, in place of its parameter `target`."""
+    shared = list(inspect.signature(_target, eval_str=True).parameters.values())
+    names = {parameter.name for parameter in shared}
+    signature = inspect.signature(command, eval_str=True)
+    own = [parameter for parameter in signature.parameters.values() if parameter.name != "target"]
+
+    @functools.wraps(command)
+    def with_options(**given: Any) -> T:
+        target = _target(**{name: given.pop(name) for name in names})
+        return command(target=target, **given)
+
+    parameters = [*own, *shared]
+    shape: Any = with_options
+    shape.__signature__ = signature.replace(
+        parameters=[parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    )
+    shape.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    del shape.__wrapped__
+    return with_options
+
+
+def ask(target: Target, work: Callable[[ControlPlaneClient], Awaitable[T]]) -> T:
+    """Do something with a control plane. What goes wrong with it is one line: StartError."""
+
+    async def asking() -> T:
+        async with target.client() as client:
+            return await work(client)
+
+    return run(target, asking)
+
+
+def run(target: Target, work: Callable[[], Awaitable[T]]) -> T:
+    """Do something that may call the control plane of a target. Raises StartError."""
+    from kvplane.client.errors import ControlPlaneError
+
+    async def running() -> T:
+        return await work()
+
+    try:
+        return asyncio.run(running())
+    except ControlPlaneError as error:
+        raise StartError(problem(target, error)) from None
+
+
+def problem(target: Target, error: ControlPlaneError) -> str:
+    """Return in one line what went wrong with a call, and what to do."""
+    import grpc
+
+    from kvplane.client.errors import ControlPlaneUnavailableError
+
+    said = " ".join(str(error).split())[:_SHOWN]
+    where = f"--plane {target.address}"
+    cause = error.__cause__
+    code = cause.code() if isinstance(cause, grpc.RpcError) and hasattr(cause, "code") else None
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return f"{where}: what answers there is no control plane, or one older than this command: upgrade it"
+    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return f"{where}: refused: {said}"
+    if not isinstance(error, ControlPlaneUnavailableError):
+        return f"{where}: {said}"
+    if error.reason:
+        return f"{where}: the control plane answers, but cannot say: {said}; kvplane doctor tells more"
+    return (
+        f"{where}: no control plane answers there ({said}): start one with kvplane serve, or name another"
+        " with --plane HOST:PORT or KVPLANE_PLANE"
+    )

@@ -1,0 +1,228 @@
+"""Commands for people: engines, conversations, end, drain; what they print, for whom, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvplane.client import model as m
+from kvplane.client.model import EngineId, EngineLoad, Location
+from tests.cli import people
+from tests.cli.people import Plane, key, run
+
+PROGRAM = (sys.executable, "-c", "import sys; from kvplane.cli.entry import main; sys.exit(main())")
+
+
+@pytest.fixture
+async def plane() -> AsyncIterator[Plane]:
+    async with people.plane() as made:
+        yield made
+
+
+async def test_engines_are_listed_with_what_they_hold(plane: Plane) -> None:
+    epoch = await plane.engine("d", endpoint="http://10.0.0.2:8200", total_blocks=500)
+    await plane.engine("p", "prefill")
+    await plane.client.renew_engine(EngineId("d"), epoch, EngineLoad(1, 2, 30, 4, 1))
+    await plane.retain(epoch, key())
+    done = await plane.run("engines")
+    assert done.code == 0
+    title, first, second = done.lines
+    assert title.split()[:4] == ["ENGINE", "ROLE", "MODEL", "STATE"]
+    assert first.split()[:8] == ["d", "decode", "m", "registered", "1", "100", "4", "0"]
+    assert "http://10.0.0.2:8200" in first
+    assert second.split()[:4] == ["p", "prefill", "m", "registered"]
+    d, _ = (await plane.run("engines", "--output", "json")).json["engines"]
+    assert d["id"] == "d"
+    assert (d["role"], d["state"], d["epoch"], d["models"]) == ("decode", "registered", epoch, ["m"])
+    assert d["retained"] == {"conversations": 1, "tokens": 100, "blocks": 4, "claimed": 0}
+    assert d["load"]["waiting_requests"] == 2
+    assert 0 <= d["last_seen_s"] < 10
+    assert d["announcements"] == 1
+
+
+async def test_engines_that_are_gone_are_shown_if_asked_for(plane: Plane) -> None:
+    epoch = await plane.engine("d")
+    await plane.client.deregister_engine(EngineId("d"), epoch)
+    empty = await plane.run("engines")
+    assert (empty.code, len(empty.lines)) == (0, 1)
+    assert "no engine" in empty.told
+    done = await plane.run("engines", "--all")
+    assert done.lines[1].split()[:4] == ["d", "-", "-", "expired"]
+    (gone,) = (await plane.run("engines", "--all", "-o", "json")).json["engines"]
+    assert (gone["state"], gone["epoch"], gone["role"], gone["retained"]) == ("expired", epoch, None, None)
+
+
+async def test_conversations_are_listed_filtered_and_paged(plane: Plane) -> None:
+    epoch, other = await plane.engine("d"), await plane.engine("e")
+    await plane.retain(epoch, key("a1"))
+    await plane.retain(epoch, key("a2", "t2"))
+    await plane.retain(other, key("b", model="n"), "e")
+
+    async def listed(*options: str) -> list[str]:
+        done = await plane.run("conversations", *options, "--output", "json")
+        return sorted(found["conversation_id"] for found in done.json["conversations"])
+
+    assert await listed() == ["a1", "a2", "b"]
+    assert await listed("--engine", "e") == ["b"]
+    assert await listed("--tenant", "t2") == ["a2"]
+    assert await listed("--model", "n") == ["b"]
+    assert await listed("--prefix", "a") == ["a1", "a2"]
+    first = (await plane.run("conversations", "--limit", "2", "-o", "json")).json
+    assert len(first["conversations"]) == 2
+    token = first["next_page_token"]
+    rest = (await plane.run("conversations", "--page-token", token, "-o", "json")).json
+    assert (len(rest["conversations"]), rest["next_page_token"]) == (1, "")
+    short = await plane.run("conversations", "--limit", "1")
+    assert len(short.lines) == 2
+    assert "--all" in short.told
+    assert len((await plane.run("conversations", "--all", "--limit", "1")).lines) == 4
+
+
+async def test_what_is_claimed_is_said_to_be(plane: Plane) -> None:
+    epoch = await plane.engine("d")
+    turn = await plane.retain(epoch, key())
+    assert not isinstance(await plane.client.claim_location(key(), "r", "o", turn=turn), m.MissReason)
+    (found,) = (await plane.run("conversations", "-o", "json")).json["conversations"]
+    assert (found["state"], found["tokens"], found["engine_id"]) == ("claimed", 100, "d")
+
+
+async def test_ids_cannot_write_to_the_terminal(plane: Plane) -> None:
+    epoch = await plane.engine("d")
+    await plane.retain(epoch, key("\x1b[31mred\n\x07[bold]"))
+    done = await plane.run("conversations")
+    assert "\\x1b[31mred\\n\\x07[bold]" in done.said
+    assert "\x1b" not in done.said
+    (found,) = (await plane.run("conversations", "-o", "json")).json["conversations"]
+    assert found["conversation_id"] == "\x1b[31mred\n\x07[bold]"
+
+
+async def test_watching_shows_what_is_there_and_what_changes(plane: Plane) -> None:
+    epoch = await plane.engine("d")
+    await plane.retain(epoch, key("first"))
+    process = await asyncio.create_subprocess_exec(
+        *(*PROGRAM, "conversations", "--watch", "-o", "json", "--prefix", "f", "--plane", plane.address),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+
+    async def event() -> tuple[str, str]:
+        assert process.stdout is not None
+        said = json.loads(await asyncio.wait_for(process.stdout.readline(), 30))
+        return said["event"], said["conversation_id"]
+
+    assert await event() == ("retained", "first")
+    await plane.retain(epoch, key("other"))
+    await plane.retain(epoch, key("fourth"))
+    assert await event() == ("retained", "fourth")
+    await plane.client.end_conversation(key("first"))
+    assert await event() == ("gone", "first")
+    process.send_signal(signal.SIGINT)
+    await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 0
+
+
+async def test_ending_says_what_the_api_says(plane: Plane) -> None:
+    epoch = await plane.engine("d")
+    await plane.retain(epoch, key())
+    done = await plane.run("end", "c", "-o", "json")
+    assert done.code == 0
+    assert done.json == {
+        "conversation_id": "c",
+        "tenant_id": "default",
+        "model": "m",
+        "adapter": None,
+        "outcome": "released",
+    }
+    assert isinstance(await plane.client.lookup_location(key()), m.MissReason)
+    again = await plane.run("end", "c")
+    assert (again.code, again.said.split()[:2]) == (0, ["c:", "nothing:"])
+    never = await plane.run("end", "never", "--tenant", "t2", "--model", "m", "--adapter", "x")
+    assert (never.code, never.said.split()[1]) == (0, "nothing:")
+
+
+async def test_of_another_tenant_nothing_ends(plane: Plane) -> None:
+    epoch = await plane.engine("d")
+    await plane.retain(epoch, key(tenant="t2"))
+    assert (await plane.run("end", "c", "-o", "json")).json["outcome"] == "nothing"
+    assert isinstance(await plane.client.lookup_location(key(tenant="t2")), Location)
+
+
+async def test_which_model_is_asked_for_where_it_has_to_be(plane: Plane) -> None:
+    assert "--model is needed: no live engine" in (await plane.run("end", "c")).error
+    await plane.engine("d")
+    await plane.engine("e", served_models=("n",))
+    done = await plane.run("end", "c")
+    assert (done.code, done.error) == (2, "--model is needed: engines serve m, n")
+
+
+async def test_an_engine_that_nobody_needs_is_drained_at_once(plane: Plane) -> None:
+    epoch = await plane.engine("d")
+    await plane.retain(epoch, key())
+    done = await plane.run("drain", "d", "-o", "json")
+    assert done.code == 0
+    assert done.json == {
+        "engine_id": "d",
+        "drained": True,
+        "claims": 0,
+        "requests": None,
+        "conversations": 1,
+        "gone": False,
+    }
+    assert (await plane.client.list_engines())[0].draining
+    assert await plane.client.lookup_location(key()) is m.MissReason.ENGINE_DRAINING
+    assert (await plane.run("engines", "-o", "json")).json["engines"][0]["state"] == "draining"
+
+
+async def test_draining_waits_for_claims(plane: Plane) -> None:
+    epoch = await plane.engine("d")
+    turn = await plane.retain(epoch, key())
+    claim = await plane.client.claim_location(key(), "r", "o", turn=turn)
+    assert isinstance(claim, m.Claim)
+    soon = await plane.run("drain", "d", "--no-wait")
+    assert (soon.code, soon.said) == (0, "draining: 1 claims open, 0 conversations kept\n")
+    short = await plane.run("drain", "d", "--within", "0")
+    assert short.code == 1
+    waiting = asyncio.create_task(plane.run("drain", "d"))
+    async with asyncio.timeout(20):
+        while not waiting.done():
+            await plane.client.finish_claim(claim.claim_id, "o")
+            await asyncio.wait([waiting], timeout=0.05)
+    done = await waiting
+    assert (done.code, done.said.split(":")[0]) == (0, "drained")
+    assert "claims end within 40s" in done.told
+
+
+async def test_draining_waits_for_requests_that_the_engine_tells_of(plane: Plane) -> None:
+    epoch = await plane.engine("d")
+    await plane.client.renew_engine(EngineId("d"), epoch, EngineLoad(running_requests=3))
+    done = await plane.run("drain", "d", "--within", "0", "-o", "json")
+    assert (done.code, done.json["requests"], done.json["drained"]) == (1, 3, False)
+    await plane.client.deregister_engine(EngineId("d"), epoch)
+    assert "no engine d is live" in (await plane.run("drain", "d")).error
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("engines",), ("conversations",), ("end", "c", "--model", "m"), ("drain", "d")],
+)
+async def test_where_nobody_answers_the_address_and_the_remedy_are_named(arguments: tuple[str, ...]) -> None:
+    done = await run(*arguments, "--plane", "127.0.0.1:1", "--timeout", "3")
+    assert done.code == 2
+    assert done.error.startswith("--plane 127.0.0.1:1: no control plane answers there")
+    assert "kvplane serve" in done.error
+    assert "KVPLANE_PLANE" in done.error
+
+
+async def test_an_address_that_is_none_is_refused() -> None:
+    assert "--plane: 'plane' is not host:port" in (await run("engines", "--plane", "plane")).error
+
+
+async def test_of_several_replicas_one_has_to_answer(plane: Plane) -> None:
+    await plane.engine("d")
+    done = await run("engines", "-o", "json", "--plane", f"127.0.0.1:1,{plane.address}")
+    assert [engine["id"] for engine in done.json["engines"]] == ["d"]
