@@ -49,7 +49,7 @@ def engines(
         return
     print_table(_COLUMNS, [_row(engine) for engine in found])
     if not found:
-        say("no engine is registered; kvplane doctor says what that takes")
+        say("no engine is registered")
 
 
 async def listed(target: Target, *, include_gone: bool = False) -> list[m.Engine]:

@@ -29,7 +29,6 @@ COMMANDS = {
     "serve": Place("main", "app", "Run a control plane.", "serve"),
     "route": Place("main", "app", "Run a router in front of prefill and decode engines.", "route"),
     "up": Place("main", "app", "Run router and control plane together: all that one machine needs.", "up"),
-    "top": Place("top", "top", "Show live how engines, retention and paths do."),
     "engines": Place("engines", "engines", "List engines: what they are, how they do, and what they hold."),
     "conversations": Place("conversations", "conversations", "List what is retained, and where."),
     "explain": Place(
@@ -37,7 +36,6 @@ COMMANDS = {
         "explain",
         "Say how the router served a request: its path, why, what it expected and what came of it.",
     ),
-    "doctor": Place("doctor", "doctor", "Look for what keeps KV from being reused, and say how to mend it."),
     "end": Place("end", "end", "End a conversation: what is retained for it is freed at once."),
     "drain": Place("drain", "drain", "Take an engine out of use: nothing new is kept on it or read from it."),
     "store": Place("store", "store_app", "Check, copy, bring back and empty the store of a control plane."),
