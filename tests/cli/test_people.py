@@ -187,14 +187,17 @@ async def test_draining_waits_for_claims(plane: Plane) -> None:
     assert (soon.code, soon.said) == (0, "draining: 1 claims open, 0 conversations kept\n")
     short = await plane.run("drain", "d", "--within", "0")
     assert short.code == 1
-    waiting = asyncio.create_task(plane.run("drain", "d"))
-    async with asyncio.timeout(20):
-        while not waiting.done():
-            await plane.client.finish_claim(claim.claim_id, "o")
-            await asyncio.wait([waiting], timeout=0.05)
-    done = await waiting
-    assert (done.code, done.said.split(":")[0]) == (0, "drained")
-    assert "claims end within 40s" in done.told
+    waiting = await asyncio.create_subprocess_exec(
+        *(*PROGRAM, "drain", "d", "--plane", plane.address),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert waiting.stderr is not None
+    told = await asyncio.wait_for(waiting.stderr.readline(), 30)
+    assert told == b"draining: 1 claims open, 0 conversations kept; claims end within 40s\n"
+    await plane.client.finish_claim(claim.claim_id, "o")
+    said, told = await asyncio.wait_for(waiting.communicate(), 30)
+    assert (waiting.returncode, said.split(b":")[0], told) == (0, b"drained", b"")
 
 
 async def test_draining_waits_for_requests_that_the_engine_tells_of(plane: Plane) -> None:
