@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -11,8 +10,9 @@ import grpc
 
 from kvplane.client import convert
 from kvplane.client import model as m
-from kvplane.client.address import grpc_target
-from kvplane.client.errors import ControlPlaneUnavailableError, from_rpc_error
+from kvplane.client.credentials import Credentials, Metadata
+from kvplane.client.errors import from_rpc_error
+from kvplane.client.link import Link, open_channel
 from kvplane.client.streams import streamed
 from kvplane.v1 import (
     engine_pb2,
@@ -25,51 +25,7 @@ from kvplane.v1 import (
 
 T = TypeVar("T")
 
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-_SERVICE_CONFIG = json.dumps(
-    {
-        "loadBalancingConfig": [{"round_robin": {}}],
-        "methodConfig": [
-            {
-                # Every unary call is idempotent (claims and turns by their request_id).
-                "name": [
-                    {"service": f"kvplane.v1.{service}"}
-                    for service in ("EngineService", "LocationService", "StatusService")
-                ],
-                "retryPolicy": {
-                    "maxAttempts": 3,
-                    "initialBackoff": "0.02s",
-                    "maxBackoff": "0.2s",
-                    "backoffMultiplier": 2,
-                    "retryableStatusCodes": ["UNAVAILABLE"],
-                },
-            }
-        ],
-    }
-)
-
-
-def open_channel(address: str) -> grpc.aio.Channel:
-    """Open a plaintext channel to an address as `checked_address` takes it; calls go round the replicas."""
-    target = grpc_target(address)
-    options: list[tuple[str, Any]] = [
-        ("grpc.service_config", _SERVICE_CONFIG),
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        # A replica that hangs, or is cut off without a word, is given up after three seconds.
-        ("grpc.keepalive_time_ms", 2_000),
-        ("grpc.keepalive_timeout_ms", 1_000),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.http2.ping_timeout_ms", 1_000),
-        ("grpc.http2.bdp_probe", 0),  # its pings stand in for those above, with a minute's patience
-        # A plane that is back is found within half a second. Who is slow to answer is given a second.
-        ("grpc.initial_reconnect_backoff_ms", 200),
-        ("grpc.min_reconnect_backoff_ms", 1_000),  # in fact the least timeout of an attempt to connect
-        ("grpc.max_reconnect_backoff_ms", 400),
-        ("grpc.use_local_subchannel_pool", 1),
-    ]
-    return grpc.aio.insecure_channel(target, options=options)
+__all__ = ["ControlPlaneClient", "open_channel"]
 
 
 async def _call(call: Awaitable[T]) -> T:
@@ -84,17 +40,29 @@ class ControlPlaneClient:
 
     Every method raises a ControlPlaneError: ControlPlaneUnavailableError when there was no answer within
     `timeout_s` seconds (each call may set its own), others as the errors module says. Misses are answers.
+    `credentials` follow their files for as long as the client lives.
     """
 
     def __init__(
-        self, address: str, *, timeout_s: float = 2.0, channel: grpc.aio.Channel | None = None
+        self,
+        address: str,
+        *,
+        timeout_s: float = 2.0,
+        channel: grpc.aio.Channel | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
-        self._channel = channel or open_channel(address)
         self._timeout_s = timeout_s
+        self._link = Link(address, channel, credentials, self._use)
+
+    def _use(self, channel: grpc.aio.Channel) -> None:
         # The generated stubs type async calls as sync ones.
-        self._engines: Any = engine_pb2_grpc.EngineServiceStub(self._channel)
-        self._locations: Any = location_pb2_grpc.LocationServiceStub(self._channel)
-        self._status: Any = status_pb2_grpc.StatusServiceStub(self._channel)
+        self._engines: Any = engine_pb2_grpc.EngineServiceStub(channel)
+        self._locations: Any = location_pb2_grpc.LocationServiceStub(channel)
+        self._status: Any = status_pb2_grpc.StatusServiceStub(channel)
+
+    @property
+    def _metadata(self) -> Metadata | None:
+        return self._link.metadata
 
     async def __aenter__(self) -> Self:
         return self
@@ -106,32 +74,32 @@ class ControlPlaneClient:
 
     async def aclose(self) -> None:
         """Close the channel; calls under way fail as unavailable. Idempotent."""
-        await self._channel.close()
+        await self._link.aclose()
 
     @property
     def connected(self) -> bool:
         """Whether there is a connection now; asking brings none about."""
-        return self._channel.get_state() is grpc.ChannelConnectivity.READY
+        return self._link.channel.get_state() is grpc.ChannelConnectivity.READY
 
     async def wait_connected(self) -> None:
         """Connect, if need be, and wait for it; not before that can a call reach anyone.
 
         Raises ControlPlaneUnavailableError once an attempt has failed.
         """
-        while (state := self._channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
-            if state in (
-                grpc.ChannelConnectivity.TRANSIENT_FAILURE,
-                grpc.ChannelConnectivity.SHUTDOWN,
-            ):
-                raise ControlPlaneUnavailableError("cannot connect")
-            await self._channel.wait_for_state_change(state)
+        await self._link.wait_connected()
+
+    async def look(self) -> None:
+        """Look at the files of the credentials now, as is done every second."""
+        await self._link.look()
 
     # Engines
 
     async def register_engine(self, spec: m.EngineSpec, *, request_id: str = "") -> m.Registration:
         """Start an incarnation; with a `request_id` repeating the call does not start another."""
         request = engine_pb2.RegisterEngineRequest(spec=convert.spec_to_wire(spec), request_id=request_id)
-        answer = await _call(self._engines.RegisterEngine(request, timeout=self._timeout_s))
+        answer = await _call(
+            self._engines.RegisterEngine(request, timeout=self._timeout_s, metadata=self._metadata)
+        )
         return m.Registration(
             answer.engine_epoch,
             convert.seconds(answer.lease_ttl),
@@ -148,25 +116,31 @@ class ControlPlaneClient:
             engine_epoch=engine_epoch,
             load=convert.load_to_wire(load) if load is not None else None,
         )
-        answer = await _call(self._engines.RenewEngine(request, timeout=self._timeout_s))
+        answer = await _call(
+            self._engines.RenewEngine(request, timeout=self._timeout_s, metadata=self._metadata)
+        )
         return convert.seconds(answer.lease_ttl), answer.draining
 
     async def drain_engine(self, engine_id: m.EngineId) -> int:
         """Stop new locations and claims on an engine; returns the number of claims still open."""
         request = engine_pb2.DrainEngineRequest(engine_id=engine_id)
-        answer = await _call(self._engines.DrainEngine(request, timeout=self._timeout_s))
+        answer = await _call(
+            self._engines.DrainEngine(request, timeout=self._timeout_s, metadata=self._metadata)
+        )
         return int(answer.open_claims)
 
     async def deregister_engine(self, engine_id: m.EngineId, engine_epoch: int) -> None:
         """End an incarnation and all its locations. Idempotent."""
         request = engine_pb2.DeregisterEngineRequest(engine_id=engine_id, engine_epoch=engine_epoch)
-        await _call(self._engines.DeregisterEngine(request, timeout=self._timeout_s))
+        await _call(self._engines.DeregisterEngine(request, timeout=self._timeout_s, metadata=self._metadata))
 
     async def get_status(self, *, timeout_s: float | None = None) -> m.PlaneStatus:
         """Return how the answering replica does."""
         request = status_pb2.GetStatusRequest()
         return convert.status_from_wire(
-            await _call(self._status.GetStatus(request, timeout=timeout_s or self._timeout_s))
+            await _call(
+                self._status.GetStatus(request, timeout=timeout_s or self._timeout_s, metadata=self._metadata)
+            )
         )
 
     async def list_engines(
@@ -178,7 +152,11 @@ class ControlPlaneClient:
             request = engine_pb2.ListEnginesRequest(
                 page_size=1000, page_token=token, include_gone=include_gone, with_holdings=with_holdings
             )
-            page = await _call(self._engines.ListEngines(request, timeout=timeout_s or self._timeout_s))
+            page = await _call(
+                self._engines.ListEngines(
+                    request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
+                )
+            )
             engines += [convert.engine_from_wire(engine) for engine in page.engines]
             token = page.next_page_token
             if not token:
@@ -188,7 +166,7 @@ class ControlPlaneClient:
         self, requests: AsyncIterator[engine_pb2.AttachEngineRequest]
     ) -> AsyncIterator[engine_pb2.AttachEngineResponse]:
         """Open an engine's stream; EngineSession is what speaks on it. Errors come from the iteration."""
-        return streamed(self._engines.AttachEngine(), requests)
+        return streamed(self._link.opened(self._engines.AttachEngine(metadata=self._metadata)), requests)
 
     # Locations
 
@@ -201,7 +179,9 @@ class ControlPlaneClient:
             engine_epoch=engine_epoch,
             announcement=convert.announcement_to_wire(announcement),
         )
-        answer = await _call(self._locations.AnnounceLocation(request, timeout=self._timeout_s))
+        answer = await _call(
+            self._locations.AnnounceLocation(request, timeout=self._timeout_s, metadata=self._metadata)
+        )
         return convert.announcement_result_from_wire(answer.result)
 
     async def lookup_location(
@@ -219,7 +199,11 @@ class ControlPlaneClient:
             key=convert.key_to_wire(key),
             fingerprint=convert.fingerprint_to_wire(fingerprint) if fingerprint is not None else None,
         )
-        answer = await _call(self._locations.LookupLocation(request, timeout=timeout_s or self._timeout_s))
+        answer = await _call(
+            self._locations.LookupLocation(
+                request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
+            )
+        )
         if answer.HasField("location"):
             return convert.location_from_wire(answer.location)
         return convert.miss_from_wire(answer.miss_reason)
@@ -244,7 +228,9 @@ class ControlPlaneClient:
             wait=convert.duration(wait_s) if wait_s is not None else None,
             fingerprint=convert.fingerprint_to_wire(fingerprint) if fingerprint is not None else None,
         )
-        answer = await _call(self._locations.BeginTurn(request, timeout=timeout_s or self._timeout_s))
+        answer = await _call(
+            self._locations.BeginTurn(request, timeout=timeout_s or self._timeout_s, metadata=self._metadata)
+        )
         return convert.begun_from_wire(answer, key)
 
     async def touch_conversation(
@@ -257,7 +243,11 @@ class ControlPlaneClient:
         request = location_pb2.TouchConversationRequest(
             key=convert.key_to_wire(key), turn=turn, ttl=convert.duration(ttl_s)
         )
-        answer = await _call(self._locations.TouchConversation(request, timeout=timeout_s or self._timeout_s))
+        answer = await _call(
+            self._locations.TouchConversation(
+                request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
+            )
+        )
         return bool(answer.noted)
 
     async def claim_location(
@@ -280,7 +270,11 @@ class ControlPlaneClient:
             turn=turn,
             wait=convert.duration(wait_s) if wait_s is not None else None,
         )
-        answer = await _call(self._locations.ClaimLocation(request, timeout=timeout_s or self._timeout_s))
+        answer = await _call(
+            self._locations.ClaimLocation(
+                request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
+            )
+        )
         if answer.HasField("claim"):
             return convert.claim_from_wire(answer.claim)
         return convert.miss_from_wire(answer.miss_reason)
@@ -305,7 +299,9 @@ class ControlPlaneClient:
         return await self._release(location_pb2.ReleaseLocationRequest(withdraw=target))
 
     async def _release(self, request: location_pb2.ReleaseLocationRequest) -> m.ReleaseOutcome:
-        answer = await _call(self._locations.ReleaseLocation(request, timeout=self._timeout_s))
+        answer = await _call(
+            self._locations.ReleaseLocation(request, timeout=self._timeout_s, metadata=self._metadata)
+        )
         return convert.release_outcome_from_wire(answer.outcome)
 
     async def renew_locations(
@@ -316,7 +312,9 @@ class ControlPlaneClient:
         request = location_pb2.RenewLocationsRequest(
             engine_id=engine_id, engine_epoch=engine_epoch, renewals=renewals
         )
-        answer = await _call(self._locations.RenewLocations(request, timeout=self._timeout_s))
+        answer = await _call(
+            self._locations.RenewLocations(request, timeout=self._timeout_s, metadata=self._metadata)
+        )
         return [convert.renewal_result_from_wire(result) for result in answer.results]
 
     async def list_locations(
@@ -356,7 +354,9 @@ class ControlPlaneClient:
             model=model,
             conversation_id_prefix=conversation_prefix,
         )
-        page = await _call(self._locations.ListLocations(request, timeout=self._timeout_s))
+        page = await _call(
+            self._locations.ListLocations(request, timeout=self._timeout_s, metadata=self._metadata)
+        )
         locations = tuple(convert.location_from_wire(location) for location in page.locations)
         return m.LocationPage(locations, page.revision, page.next_page_token)
 
@@ -365,14 +365,15 @@ class ControlPlaneClient:
     ) -> AsyncIterator[m.LocationEvent]:
         """Iterate over changes; after an error resume from the last event's revision + 1."""
         request = location_pb2.WatchLocationsRequest(from_revision=from_revision, tenant_id=tenant_id)
-        async for message in streamed(self._locations.WatchLocations(request)):
+        call = self._link.opened(self._locations.WatchLocations(request, metadata=self._metadata))
+        async for message in streamed(call):
             for event in message.events:
                 gone = event.type == location_pb2.LOCATION_EVENT_TYPE_GONE
                 yield m.LocationEvent(message.revision, gone, convert.location_from_wire(event.location))
 
     def open_turns(self) -> Any:
         """Open a Turns stream, for TurnsStream to speak on."""
-        return self._locations.Turns()
+        return self._link.opened(self._locations.Turns(metadata=self._metadata))
 
     async def turns(
         self, batches: AsyncIterator[Sequence[location_pb2.TurnsOperation]]
@@ -383,5 +384,5 @@ class ControlPlaneClient:
             async for batch in batches:
                 yield location_pb2.TurnsRequest(operations=batch)
 
-        async for message in streamed(self._locations.Turns(), requests()):
+        async for message in streamed(self.open_turns(), requests()):
             yield message.results

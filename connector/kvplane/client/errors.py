@@ -44,6 +44,14 @@ class NotOwnerError(ControlPlaneError):
     """The claim belongs to somebody else."""
 
 
+class UnknownCallerError(ControlPlaneError):
+    """The control plane wants to know who calls, and neither certificate nor token tells it."""
+
+
+class NotAllowedError(ControlPlaneError):
+    """The caller is known, and this is not its to ask: its role, its engines, its tenants."""
+
+
 class LimitExceededError(ControlPlaneError):
     """A limit was reached; less, or later."""
 
@@ -62,6 +70,8 @@ _BY_REASON: dict[str, type[ControlPlaneError]] = {
 _BY_CODE: dict[grpc.StatusCode, type[ControlPlaneError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidFieldError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: LimitExceededError,
+    grpc.StatusCode.UNAUTHENTICATED: UnknownCallerError,
+    grpc.StatusCode.PERMISSION_DENIED: NotAllowedError,
     grpc.StatusCode.UNAVAILABLE: ControlPlaneUnavailableError,
     grpc.StatusCode.DEADLINE_EXCEEDED: ControlPlaneUnavailableError,
     grpc.StatusCode.CANCELLED: ControlPlaneUnavailableError,

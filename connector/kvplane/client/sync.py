@@ -13,6 +13,7 @@ from typing import Any
 from kvplane.client import events as ev
 from kvplane.client import model as m
 from kvplane.client.client import ControlPlaneClient
+from kvplane.client.credentials import SecuritySettings, open_credentials
 from kvplane.client.event_queue import EventQueue
 from kvplane.client.outbox import Outbox
 from kvplane.client.session import EngineSession
@@ -32,6 +33,8 @@ class EngineSessionThread:
         spec: the engine, as it registers.
         monotonic: clock of all deadlines given.
         margin_s: taken off each announced life.
+        security: what to show the control plane, and whom to trust. Its files are read at once; raises
+            FileError.
     """
 
     def __init__(
@@ -41,8 +44,10 @@ class EngineSessionThread:
         *,
         monotonic: Callable[[], float] = time.monotonic,
         margin_s: float = 5.0,
+        security: SecuritySettings | None = None,
     ) -> None:
         self._address = address
+        self._credentials = open_credentials(security)
         self._spec = spec
         self._monotonic = monotonic
         self._margin_s = margin_s
@@ -153,7 +158,7 @@ class EngineSessionThread:
 
     async def _run(self) -> None:
         stop = asyncio.Event()
-        self._client = ControlPlaneClient(self._address)
+        self._client = ControlPlaneClient(self._address, credentials=self._credentials)
         session = EngineSession(
             self._client,
             self._spec,

@@ -10,6 +10,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvplane.client.address import checked_address
+from kvplane.client.credentials import SecuritySettings, check_reach, open_credentials
+from kvplane.client.files import FileError
 
 PREFIX = "kvplane_"
 ADDRESS_VARIABLE = "KVPLANE_ADDRESS"
@@ -48,6 +50,12 @@ class ConnectorConfig:
         tenant_id: whose conversations these are where no router of ours says so.
         ask_timeout_s: seconds a prefill request waits to learn where its conversation is, where no router of
             ours says so; 0: it is not asked.
+        tls: speak TLS with the control plane; with one of the next four it is.
+        ca: file with the authorities its certificate comes from, "" for the system's.
+        cert: file with this engine's certificate.
+        key: file with its private key.
+        server_name: the name in the control plane's certificate, if not that of `address`.
+        token_file: file with this engine's token.
     """
 
     address: str
@@ -64,8 +72,20 @@ class ConnectorConfig:
     metrics_host: str = "127.0.0.1"
     tenant_id: str = "default"
     ask_timeout_s: float = 0.3
+    tls: bool = False
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+    server_name: str = ""
+    token_file: str = ""
+
+    @property
+    def security(self) -> SecuritySettings:
+        """How the control plane is reached. The connector follows the files while it runs."""
+        return SecuritySettings(self.tls, self.ca, self.cert, self.key, self.server_name, self.token_file)
 
 
+_SECURITY = ("ca", "cert", "key", "server_name", "token_file")
 _KEYS = tuple(f"{PREFIX}{name}" for name in ConnectorConfig.__slots__)
 
 
@@ -98,7 +118,7 @@ def read_config(
             f" (or set {ADDRESS_VARIABLE})"
         )
     ttl_s, max_ttl_s, min_ttl_s, max_age_s = _leases(given, extra or {})
-    return ConnectorConfig(
+    config = ConnectorConfig(
         address=_address(address.strip()),
         endpoint=_endpoint(_text(given, "kvplane_endpoint")),
         chunk_tokens=_chunk_tokens(given.get("kvplane_chunk_tokens", 64)),
@@ -113,7 +133,30 @@ def read_config(
         metrics_host=_text(given, "kvplane_metrics_host").strip("[]") or "127.0.0.1",
         tenant_id=_tenant_id(_text(given, "kvplane_tenant_id", "default")),
         ask_timeout_s=_number(given, "kvplane_ask_timeout_s", 0.3, 30),
+        tls=_flag(given, "kvplane_tls"),
+        **{name: _text(given, f"{PREFIX}{name}") for name in _SECURITY},
     )
+    try:
+        check_reach(config.address, config.security)
+        open_credentials(config.security)
+    except ValueError as error:
+        raise ConfigError(f"{PREFIX}{error}") from None
+    except FileError as error:
+        raise ConfigError(f"{_key_of(config, error)}: {error}") from None
+    return config
+
+
+def _flag(given: Mapping[str, Any], key: str) -> bool:
+    value = given.get(key, False)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key}: {value!r} is not true or false")
+    return value
+
+
+def _key_of(config: ConnectorConfig, error: FileError) -> str:
+    """Return the key that names the file of an error, which begins with its path."""
+    named = [name for name in _SECURITY if (path := getattr(config, name)) and str(error).startswith(path)]
+    return f"{PREFIX}{named[0]}" if named else f"{PREFIX}cert"
 
 
 def _address(value: str) -> str:

@@ -90,7 +90,8 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
     def _begin(self, total_blocks: int) -> Keeper:
         spec = describe_engine(self, self._kvplane, total_blocks, self._layout, self._context)
         self._retains = spec.role is not EngineRole.PREFILL and not self._layout.refusal
-        self._session = EngineSessionThread(self._kvplane.address, spec, monotonic=_clock)
+        at, security = self._kvplane.address, self._kvplane.security
+        self._session = EngineSessionThread(at, spec, monotonic=_clock, security=security)
         retention = Retention(
             total_blocks,
             fraction=self._kvplane.retain_fraction,

@@ -56,6 +56,21 @@ class Config(BaseSettings):
     )
     grpc_host: str = Field("127.0.0.1", description="Address the control plane listens on.")
     grpc_port: int = Field(50051, ge=0, le=65535, description="Its port; 0 takes a free one.")
+    grpc_tls_cert: str | None = Field(
+        None,
+        description="File with the control plane's certificate in PEM, followed by those of authorities"
+        " between. Files of certificates are read again when they change.",
+    )
+    grpc_tls_key: str | None = Field(None, description="File with its private key.")
+    grpc_client_ca: str | None = Field(
+        None,
+        description="File with the authorities of callers' certificates: who has none cannot connect.",
+    )
+    access: str | None = Field(
+        None,
+        description="Access file (TOML): who may call the control plane, in which role."
+        " Without it everyone may do everything. Read again when it changes.",
+    )
     host: str = Field("127.0.0.1", description="Address the router listens on.")
     port: int = Field(8000, ge=0, le=65535, description="Its port; 0 takes a free one.")
     allow_remote: bool = Field(
@@ -128,6 +143,18 @@ class Config(BaseSettings):
         None,
         description="Control planes of a router that runs alone: HOST:PORT, IP:PORT,IP:PORT,..."
         " or dns:///NAME:PORT.",
+    )
+    plane_tls: bool = Field(False, description="Reach the control plane by TLS; with one of the next it is.")
+    plane_ca: str | None = Field(
+        None, description="File with the authorities of its certificate; by default the system's."
+    )
+    plane_cert: str | None = Field(None, description="File with the certificate to show it.")
+    plane_key: str | None = Field(None, description="File with that certificate's private key.")
+    plane_server_name: str | None = Field(
+        None, description="Name in its certificate, if not that in --plane: for lists of addresses."
+    )
+    plane_token_file: str | None = Field(
+        None, description="File with the token to show it. These files are read again when they change."
     )
     path: Literal["auto", "cold", "pull", "direct"] = Field(
         "auto", description="auto, cold, pull or direct; auto takes the cheapest way."

@@ -17,6 +17,7 @@ from kvplane.cli.config import Config, kubernetes_api
 from kvplane.cli.errors import StartError as StartError
 from kvplane.cli.front import check_hops, engine_files, is_loopback, server_files
 from kvplane.cli.metrics_port import MetricsPort, MetricsPortError, Page
+from kvplane.cli.security import check_grpc_reach, check_up, client_security, server_security
 from kvplane.cli.tenant_limits import LimitsFile, following
 from kvplane.cli.workers import Workers
 from kvplane.controlplane.collector import spare_the_old
@@ -24,6 +25,7 @@ from kvplane.controlplane.meter import Meter
 from kvplane.controlplane.metrics import ControlPlaneMetrics
 from kvplane.controlplane.model import Settings
 from kvplane.controlplane.schema import SchemaError
+from kvplane.controlplane.security import SecurityError
 from kvplane.controlplane.server import AddressInUseError, ControlPlaneServer
 from kvplane.router.admission import AdmissionLimits
 from kvplane.router.app import RouterServer, RouterStartError
@@ -60,7 +62,7 @@ def until_signalled(program: Program, config: Config) -> None:
         uvloop.run(runner())
     except StoreUrlError as error:
         raise StartError(f"--store: {error}") from None
-    except (RouterStartError, SchemaError, SettingsError) as error:
+    except (RouterStartError, SchemaError, SecurityError, SettingsError) as error:
         raise StartError(str(error)) from None
 
 
@@ -113,7 +115,8 @@ async def _metrics(config: Config) -> AsyncIterator[list[Page]]:
 @asynccontextmanager
 async def _control_plane(config: Config, pages: list[Page]) -> AsyncIterator[ControlPlaneServer]:
     """Run a control plane."""
-    _check_reach(config.grpc_host, "grpc-host", config)
+    security = server_security(config)
+    check_grpc_reach(config)
     clock = SystemClock()
     settings = Settings(
         max_location_ttl_s=config.location_ttl,
@@ -131,7 +134,8 @@ async def _control_plane(config: Config, pages: list[Page]) -> AsyncIterator[Con
     async with open_store(config.store, clock) as opened:
         log.info("store_chosen", store=without_password(config.store), shared=opened.shared)
         store = opened if meter is None else meter.instrument(opened)
-        server = ControlPlaneServer(store, clock, settings, None if limits is None else limits.current, meter)
+        current = None if limits is None else limits.current
+        server = ControlPlaneServer(store, clock, settings, current, meter, security)
         try:
             try:
                 await server.start(_joined(config.grpc_host, config.grpc_port))
@@ -186,6 +190,7 @@ def _router_settings(config: Config, plane_address: str | None) -> RouterSetting
         engine_tls=engine_files(config),
         tls=server_files(config),
         plane_address=plane_address,
+        plane_security=client_security(config, plane_address),
         host=config.host,
         port=config.port,
         path=PathMode(config.path),
@@ -286,6 +291,7 @@ def _names_engines(config: Config) -> bool:
 
 async def up(config: Config, stop: asyncio.Event) -> None:
     """Run a control plane and a router that uses it."""
+    check_up(config)
     async with (
         _metrics(config) as pages,
         _control_plane(config, pages) as plane,

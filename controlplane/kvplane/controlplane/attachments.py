@@ -12,14 +12,17 @@ import structlog
 
 from kvplane.controlplane import convert, eager, keys, records, validate
 from kvplane.controlplane import model as m
+from kvplane.controlplane.callers import CURRENT, Caller
 from kvplane.controlplane.engines import EngineRegistry
 from kvplane.controlplane.errors import (
+    AddressNotAllowedError,
     ContentionError,
     EngineDrainingError,
     InvalidFieldError,
     ShuttingDownError,
     StaleEpochError,
     SupersededStreamError,
+    TenantNotAllowedError,
     UnknownEngineError,
 )
 from kvplane.controlplane.ledger import Ledger, understood
@@ -34,6 +37,14 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
+_REFUSALS = (
+    InvalidFieldError,
+    EngineDrainingError,
+    InvalidStoreRequestError,
+    AddressNotAllowedError,
+    TenantNotAllowedError,
+)
+"""What is wrong with an announcement, and no reason to end the stream."""
 _MAX_ORDERS = 1024
 """Orders of a kind in one message."""
 _SMALL_MS = 1000
@@ -91,10 +102,12 @@ class Attachments:
         validate.positive("sequence", first.sequence)
         engine_id = validate.text("hello.engine_id", first.hello.engine_id)
         engine_epoch = validate.epoch("hello.engine_epoch", first.hello.engine_epoch)
+        if (caller := CURRENT.get()) is not None:
+            caller.require_engine(engine_id)
         at = (engine_id, engine_epoch)
         stream = await self._engines.attach(engine_id, engine_epoch)
         draining = self._engines.checked(engine_id, engine_epoch).engine.draining
-        conversation = _Conversation(self, at, stream, draining=draining)
+        conversation = _Conversation(self, at, stream, caller, draining=draining)
         older = self._open.get(at)
         self._open[at] = conversation
         self._ledger.tally.engines["attached"] += 1
@@ -189,7 +202,11 @@ class Attachments:
         return passed - fastest
 
     async def apply(
-        self, at: tuple[str, int], stream: int, request: engine_pb2.AttachEngineRequest
+        self,
+        at: tuple[str, int],
+        stream: int,
+        request: engine_pb2.AttachEngineRequest,
+        caller: Caller | None = None,
     ) -> engine_pb2.AttachEngineResponse:
         """Apply one message of an engine and return its acknowledgement.
 
@@ -198,6 +215,8 @@ class Attachments:
         said again at each attach, and end each stream. A stale epoch, newer stream or lost lease is raised.
         """
         engine_id, engine_epoch = at
+        if caller is not None:
+            caller.require_engine(engine_id)
         for field in ("announcements", "withdrawals", "renewals", "freed"):
             validate.batch(field, len(getattr(request, field)))
         delay_s = self.delay_s(at, request.sent_at_ms)
@@ -211,7 +230,10 @@ class Attachments:
         if request.announcements:
             results = answer.announcements
             await self._each(
-                [self._announce(at, stream, wire, delay_s, results.add()) for wire in request.announcements]
+                [
+                    self._announce(at, stream, wire, delay_s, results.add(), caller)
+                    for wire in request.announcements
+                ]
             )
         if request.withdrawals:
             answer.withdrawals.extend(
@@ -254,13 +276,16 @@ class Attachments:
         wire: common_pb2.Announcement,
         delay_s: float,
         answer: common_pb2.AnnouncementResult,
+        caller: Caller | None,
     ) -> None:
         engine_id, engine_epoch = at
         try:
             validate.announcement(wire, engine_id, "announcements")
+            if caller is not None:
+                caller.require_announcement(wire)
             value = convert.announcement_in(wire, delay_s)
             result = await self._locations.announce(engine_id, engine_epoch, value, stream=stream)
-        except (InvalidFieldError, EngineDrainingError, InvalidStoreRequestError) as error:
+        except _REFUSALS as error:
             unlogged = self._refused.due("announcement")
             if unlogged is not None:
                 log.warning("announcement_refused", engine_id=engine_id, cause=str(error), unlogged=unlogged)
@@ -305,8 +330,17 @@ class Attachments:
 class _Conversation:
     """The state of one stream."""
 
-    def __init__(self, attachments: Attachments, at: tuple[str, int], stream: int, *, draining: bool) -> None:
+    def __init__(
+        self,
+        attachments: Attachments,
+        at: tuple[str, int],
+        stream: int,
+        caller: Caller | None,
+        *,
+        draining: bool,
+    ) -> None:
         self._attachments = attachments
+        self._caller = caller
         self._at = at
         self._stream = stream
         self._draining = draining
@@ -365,7 +399,7 @@ class _Conversation:
             raise InvalidFieldError("sequence", problem)
         self._sequence = request.sequence
         await self._room.acquire()  # an engine that does not read is not listened to
-        answer = await self._attachments.apply(self._at, self._stream, request)
+        answer = await self._attachments.apply(self._at, self._stream, request, self._caller)
         self._draining = answer.draining
         self.answers.put_nowait(answer)
 

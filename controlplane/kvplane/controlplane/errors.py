@@ -75,6 +75,46 @@ class NotClaimOwnerError(DomainError):
         super().__init__("claim belongs to another owner", claim_id=claim_id)
 
 
+class UnknownCallerError(DomainError):
+    """Neither certificate nor token is of anyone in the access file."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"caller is not known: {problem}")
+
+
+class RoleNotAllowedError(DomainError):
+    """The caller's role does not have this call."""
+
+    def __init__(self, caller: str, role: str, call: str) -> None:
+        super().__init__(f"{caller} has the role {role}, which may not call {call}", caller=caller, role=role)
+
+
+class EngineNotAllowedError(DomainError):
+    """The caller may not speak for this engine."""
+
+    def __init__(self, caller: str, engine_id: str) -> None:
+        message = (
+            f"{caller} may not speak for the engine {engine_id!r}: see its engine_ids in the access file"
+        )
+        super().__init__(message, caller=caller, engine_id=engine_id)
+
+
+class AddressNotAllowedError(DomainError):
+    """The caller may not have others call, or read from, this host."""
+
+    def __init__(self, caller: str, host: str) -> None:
+        message = f"{caller} may not register the host {host!r}: see its addresses in the access file"
+        super().__init__(message, caller=caller)
+
+
+class TenantNotAllowedError(DomainError):
+    """The caller may not act for this tenant, whether or not there is one."""
+
+    def __init__(self, caller: str) -> None:
+        message = f"{caller} may not act for this tenant: see its tenants in the access file"
+        super().__init__(message, caller=caller)
+
+
 class ContentionError(DomainError):
     """Others changed the same records each time it was tried. Read again and redo."""
 
@@ -120,6 +160,11 @@ _TABLE: dict[type[Exception], tuple[grpc.StatusCode, str]] = {
     LateRegistrationError: (_Code.FAILED_PRECONDITION, "STALE_EPOCH"),
     EngineDrainingError: (_Code.FAILED_PRECONDITION, "ENGINE_DRAINING"),
     NotClaimOwnerError: (_Code.PERMISSION_DENIED, "NOT_CLAIM_OWNER"),
+    UnknownCallerError: (_Code.UNAUTHENTICATED, "UNKNOWN_CALLER"),
+    RoleNotAllowedError: (_Code.PERMISSION_DENIED, "ROLE_NOT_ALLOWED"),
+    EngineNotAllowedError: (_Code.PERMISSION_DENIED, "ENGINE_NOT_ALLOWED"),
+    AddressNotAllowedError: (_Code.PERMISSION_DENIED, "ADDRESS_NOT_ALLOWED"),
+    TenantNotAllowedError: (_Code.PERMISSION_DENIED, "TENANT_NOT_ALLOWED"),
     ContentionError: (_Code.ABORTED, "CONTENTION"),
     SupersededStreamError: (_Code.ABORTED, "STREAM_SUPERSEDED"),
     QuotaExceededError: (_Code.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED"),

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping
+from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 import grpc
 import structlog
 
+from kvplane.controlplane.callers import CURRENT, Access, Caller
 from kvplane.controlplane.errors import status_of
 from kvplane.controlplane.tally import CallTally, Tally
 from kvplane.controlplane.throttle import Throttle
@@ -23,7 +25,8 @@ _Context = Any
 
 
 _OK, _CANCELLED = grpc.StatusCode.OK.name, grpc.StatusCode.CANCELLED.name
-
+_DENIALS = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
+_LOGGED = _DENIALS | {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED}
 _refusals = Throttle()
 """Refused calls, by reason: an outage refuses thousands."""
 
@@ -47,10 +50,13 @@ async def _abort(
         calls.ended(code.name)
     if code is grpc.StatusCode.INTERNAL:
         log.error("rpc_failed", rpc=method, request_id=request_id, exc_info=error)
-    elif code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED):
+    elif code in _LOGGED:
         unlogged = _refusals.due(reason)
         if unlogged is not None:
-            log.warning("rpc_refused", rpc=method, reason=reason, request_id=request_id, unlogged=unlogged)
+            more = {"problem": message, "peer": context.peer()} if code in _DENIALS else {}
+            log.warning(
+                "rpc_refused", rpc=method, reason=reason, request_id=request_id, unlogged=unlogged, **more
+            )
     await context.abort(code, message, trailing_metadata=(("grpc-status-details-bin", details),))
     raise AssertionError("abort returned")
 
@@ -113,16 +119,63 @@ def _name(method: str) -> str:
     return method.rpartition("/")[2]
 
 
-def guarded(servicer: object, service: str, counted: Counted | None = None) -> Any:
+def _of_callers(method: str, behavior: Callable[..., Any], access: Access, *, streams: bool) -> Any:
+    """Return a behavior that first sees whether its caller may. `streams`: requests come one by one.
+
+    They are then looked at where they are read. What answers many times looks again before each answer.
+    """
+
+    def check(caller: Caller, request: Any) -> None:
+        caller.require_role(method)
+        if not streams:
+            caller.require(method, request)
+
+    def admit(request: Any, context: _Context) -> Caller:
+        caller = access.caller(context)
+        check(caller, request)
+        if streams:
+            CURRENT.set(caller)
+        return caller
+
+    async def once(request: Any, context: _Context) -> Any:
+        admit(request, context)
+        return await behavior(request, context)
+
+    async def many(request: Any, context: _Context) -> AsyncIterator[Any]:
+        caller = admit(request, context)
+        async with aclosing(behavior(request, context)) as answers:
+            async for answer in answers:
+                check(caller, request)
+                yield answer
+
+    return many if inspect.isasyncgenfunction(behavior) else once
+
+
+def guarded(
+    servicer: object,
+    service: str,
+    counted: Counted | None = None,
+    *,
+    access: Access | None = None,
+    streams: Container[str] = (),
+) -> Any:
     """Return a servicer that does the same, and turns every exception into its status.
 
-    `service` is its full name; `counted`, where its calls are counted. Done once, where a server interceptor
-    of grpc.aio costs each call about a tenth of its time.
+    Done once, where a server interceptor of grpc.aio costs each call about a tenth of its time.
+
+    Args:
+        servicer: with one member a method, named as the protos name it.
+        service: its full name.
+        counted: where its calls are counted.
+        access: who may call what; None: everyone everything.
+        streams: methods whose requests come one by one.
     """
     guards = {}
     for name in dir(servicer):
         if name[0].isupper():  # gRPC names its handlers as the protos name their methods
             behavior = getattr(servicer, name)
-            guard = _stream if inspect.isasyncgenfunction(behavior) else _unary
-            guards[name] = guard(f"/{service}/{name}", behavior, counted)
+            method, answers_many = f"/{service}/{name}", inspect.isasyncgenfunction(behavior)
+            if access is not None:
+                behavior = _of_callers(method, behavior, access, streams=name in streams)
+            guards[name] = (_stream if answers_many else _unary)(method, behavior, counted)
     return SimpleNamespace(**guards)

@@ -5,18 +5,22 @@ from __future__ import annotations
 import grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-_V1 = "grpc.reflection.v1.ServerReflection"
+from kvplane.controlplane.callers import Access
+from kvplane.controlplane.guard import guarded
+from kvplane.controlplane.roles import REFLECTION_SERVICES
+
+_METHOD = "ServerReflectionInfo"
 
 
-def enable(server: grpc.aio.Server, services: tuple[str, ...]) -> None:
+def enable(server: grpc.aio.Server, services: tuple[str, ...], access: Access | None = None) -> None:
     """Serve reflection for the named services. Both versions' messages are the same on the wire."""
-    names = (*services, reflection.SERVICE_NAME, _V1)
-    reflection.enable_server_reflection(names, server)
-    servicer = reflection.aio.ReflectionServicer(names)
-    handler = grpc.stream_stream_rpc_method_handler(
-        servicer.ServerReflectionInfo,
-        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
-        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
-    )
-    generic = grpc.method_handlers_generic_handler(_V1, {"ServerReflectionInfo": handler})
-    server.add_generic_rpc_handlers((generic,))
+    servicer = reflection.aio.ReflectionServicer((*services, *REFLECTION_SERVICES))
+    for service in REFLECTION_SERVICES:
+        behavior = getattr(guarded(servicer, service, access=access, streams={_METHOD}), _METHOD)
+        handler = grpc.stream_stream_rpc_method_handler(
+            behavior,
+            request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+            response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+        )
+        generic = grpc.method_handlers_generic_handler(service, {_METHOD: handler})
+        server.add_generic_rpc_handlers((generic,))

@@ -34,7 +34,9 @@ from kvplane.controlplane.quotas import Quotas, TenantLimits
 from kvplane.controlplane.rates import OperationRates
 from kvplane.controlplane.releases import Releases
 from kvplane.controlplane.replicas import Replicas
+from kvplane.controlplane.roles import ENGINE_SERVICE, LOCATION_SERVICE, STATUS_SERVICE
 from kvplane.controlplane.schema import SchemaError, ensure_schema
+from kvplane.controlplane.security import Security, SecuritySettings, open_security
 from kvplane.controlplane.status import Status
 from kvplane.controlplane.status_service import StatusServicer
 from kvplane.controlplane.touches import Touches
@@ -46,9 +48,6 @@ from kvplane.v1 import engine_pb2_grpc, location_pb2_grpc, status_pb2_grpc
 
 log = structlog.get_logger(__name__)
 
-ENGINE_SERVICE = "kvplane.v1.EngineService"
-LOCATION_SERVICE = "kvplane.v1.LocationService"
-STATUS_SERVICE = "kvplane.v1.StatusService"
 SERVICES = (ENGINE_SERVICE, LOCATION_SERVICE, STATUS_SERVICE)
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 _FIRST_READ_S = 3.0
@@ -180,7 +179,10 @@ class ControlPlaneServer:
         settings: m.Settings | None = None,
         limits: TenantLimits | None = None,
         meter: Meter | None = None,
+        security: SecuritySettings | None = None,
     ) -> None:
+        self._security_settings = security or SecuritySettings()
+        self._security: Security | None = None  # as long as the server: gRPC asks it for certificates
         self.plane = ControlPlane(store, clock, settings or m.Settings(), limits, meter)
         self._counted = None if meter is None else Counted(self.plane.tally, meter.calls)
         self._clock = clock
@@ -195,7 +197,9 @@ class ControlPlaneServer:
         """Why it cannot work on this store, where that was not known before it has started."""
 
     async def start(self, address: str) -> int:
-        """Listen on "host:port" (port 0: any) and return the port. Raises AddressInUseError, SchemaError.
+        """Listen on "host:port" (port 0: any) and return the port.
+
+        Raises AddressInUseError, SchemaError, SecurityError.
 
         A store that does not answer yet is waited for while serving: calls are answered as unavailable.
         """
@@ -209,18 +213,22 @@ class ControlPlaneServer:
             ("grpc.keepalive_timeout_ms", 5_000),
             ("grpc.keepalive_permit_without_calls", 1),
         ]
+        security = self._security = await open_security(self._security_settings)
         server = self._server = grpc.aio.server(options=options)
         checked: Any = Checked(server)
-        engines = guarded(self.plane.engine_servicer, ENGINE_SERVICE, self._counted)
+        access, counted = security.access, self._counted
+        servicer: Any = self.plane.engine_servicer
+        engines = guarded(servicer, ENGINE_SERVICE, counted, access=access, streams={"AttachEngine"})
         engine_pb2_grpc.add_EngineServiceServicer_to_server(engines, checked)
-        locations = guarded(self.plane.location_servicer, LOCATION_SERVICE, self._counted)
+        servicer = self.plane.location_servicer
+        locations = guarded(servicer, LOCATION_SERVICE, counted, access=access, streams={"Turns"})
         location_pb2_grpc.add_LocationServiceServicer_to_server(locations, checked)
-        status = guarded(self.plane.status_servicer, STATUS_SERVICE, self._counted)
+        status = guarded(self.plane.status_servicer, STATUS_SERVICE, counted, access=access)
         status_pb2_grpc.add_StatusServiceServicer_to_server(status, checked)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable(server, (*SERVICES, health.SERVICE_NAME))
+        reflection.enable(server, (*SERVICES, health.SERVICE_NAME), access)
         try:
-            self.port = server.add_insecure_port(address)
+            self.port = security.add_port(server, address)
         except RuntimeError:
             self.port = 0
         if not self.port:
@@ -236,9 +244,18 @@ class ControlPlaneServer:
                 await self._until_ready()
         if not self._tasks:
             self._start_tasks()
+        if security.follows_files:
+            self._watch_over(asyncio.create_task(security.follow(self._clock), name="security"))
         await self._check_health()
         await server.start()
-        log.info("control_plane_started", address=address, port=self.port)
+        tls = self._security_settings.tls
+        log.info(
+            "control_plane_started",
+            address=address,
+            port=self.port,
+            tls=("mutual" if tls.client_ca else "server") if tls is not None else "none",
+            roles=access is not None,
+        )
         return self.port
 
     async def _until_ready(self) -> None:
@@ -253,9 +270,12 @@ class ControlPlaneServer:
                 raise error
 
     def _start_tasks(self) -> None:
-        self._tasks = [*self.plane.start(), asyncio.create_task(self._watch_health(), name="health")]
-        for task in self._tasks:
-            task.add_done_callback(self._on_task_done)
+        for task in (*self.plane.start(), asyncio.create_task(self._watch_health(), name="health")):
+            self._watch_over(task)
+
+    def _watch_over(self, task: asyncio.Task[None]) -> None:
+        self._tasks.append(task)
+        task.add_done_callback(self._on_task_done)
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -10,6 +10,7 @@ import structlog
 
 from kvplane.controlplane import convert, eager, validate
 from kvplane.controlplane import model as m
+from kvplane.controlplane.callers import CURRENT
 from kvplane.controlplane.errors import InvalidFieldError, status_of
 from kvplane.controlplane.tally import CallTally, Tally
 from kvplane.controlplane.turns import BegunTurn
@@ -77,6 +78,7 @@ class _Stream:
         self._taken = taken
         self._start = start
         self._write = write
+        self._caller = CURRENT.get()
         self._running: set[asyncio.Task[None]] = set()
         self._ready = pb.TurnsResponse()
         self._ready_bytes = 0  # of what may be large in it
@@ -89,6 +91,8 @@ class _Stream:
         taken = None if self._taken is None or kind is None else self._taken[kind]
         began = 0.0 if taken is None else taken.begin()
         try:
+            if self._caller is not None and kind:
+                self._caller.require_operation(kind, operation)
             if kind == "begin_turn":
                 begun = await make.perform_begin(operation.begin_turn)
                 answer = self._ready.results.add(id=operation.id).begin_turn

@@ -19,6 +19,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from kvplane.client.client import ControlPlaneClient
+from kvplane.client.credentials import open_credentials
+from kvplane.client.files import FileError
 from kvplane.client.model import Engine as RegisteredEngine
 from kvplane.client.turns import TurnsStream
 from kvplane.router import shapes
@@ -181,7 +183,11 @@ class RouterServer:
         client: PlaneClient | None = self._plane_client
         turns: TurnsClient | None = self._plane_client
         if client is None and settings.plane_address is not None:
-            client = self._own_client = ControlPlaneClient(settings.plane_address)
+            try:
+                credentials = await asyncio.to_thread(open_credentials, settings.plane_security)
+            except FileError as error:
+                raise RouterStartError(f"credentials for the control plane: {error}") from None
+            client = self._own_client = ControlPlaneClient(settings.plane_address, credentials=credentials)
             turns = self._own_turns = TurnsStream(self._own_client.open_turns)
         if client is not None and turns is not None:
             self._plane = Plane(

@@ -9,7 +9,13 @@ from typing import Any, Protocol, TypeVar
 
 import structlog
 
-from kvplane.client.errors import ControlPlaneError, InvalidFieldError, LimitExceededError
+from kvplane.client.errors import (
+    ControlPlaneError,
+    InvalidFieldError,
+    LimitExceededError,
+    NotAllowedError,
+    UnknownCallerError,
+)
 from kvplane.client.model import (
     BegunTurn,
     Claim,
@@ -113,6 +119,7 @@ class Plane:
         self._hold_s = _MIN_HOLD_S
         self._hold_until = 0.0
         self._answered = False
+        self._denied: set[tuple[str, str]] = set()  # what was refused to this router, by call and reason
         self._background: set[asyncio.Task[Any]] = set()
 
     @property
@@ -227,6 +234,12 @@ class Plane:
             log.warning("control_plane_refused", call=call, problem=str(error), reason=error.reason)
             self._metrics.plane_calls.labels(call, "refused").inc()
             return None
+        except NotAllowedError as error:
+            self._metrics.plane_calls.labels(call, "refused").inc()
+            if (call, error.reason) not in self._denied:  # each request would be told the same
+                self._denied.add((call, error.reason))
+                log.error("control_plane_denied", call=call, problem=str(error), reason=error.reason)
+            return None
         except ControlPlaneError as error:
             self._metrics.plane_calls.labels(call, "unavailable").inc()
             self._note_failure(str(error))
@@ -262,6 +275,8 @@ class Plane:
             raise
         except Exception as error:
             self._failures = max(self._failures, _FAILURES_TO_OPEN - 1)
+            # A server that refuses us is the right one.
+            self._answered = self._answered or isinstance(error, UnknownCallerError | NotAllowedError)
             self._note_failure(f"{type(error).__name__}: {error}")
             return None
         self._answered = True

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from kvplane.client.address import checked_address
+from kvplane.client.credentials import SecuritySettings as PlaneSecurity
 from kvplane.router.admission import AdmissionLimits
 from kvplane.router.health import HealthLimits
 from kvplane.router.identity import SOURCES, checked_sources
@@ -123,6 +124,8 @@ class RouterSettings:
     """The router's own certificate; None: it serves plain HTTP."""
     plane_address: str | None = None
     """Where the control plane listens; None serves without reuse."""
+    plane_security: PlaneSecurity = field(default_factory=PlaneSecurity)
+    """How it is reached."""
     host: str = "127.0.0.1"
     port: int = 8000
     """0 takes a free one."""
