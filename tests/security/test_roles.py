@@ -60,7 +60,9 @@ def announcement(**changes: Any) -> common_pb2.Announcement:
 
 REQUESTS: dict[str, Any] = {
     "RegisterEngine": engine_pb2.RegisterEngineRequest(
-        spec=engine_pb2.EngineSpec(engine_id="d", role=2, endpoint="http://10.0.0.7:8200")
+        spec=engine_pb2.EngineSpec(
+            engine_id="d", role=engine_pb2.ENGINE_ROLE_DECODE, endpoint="http://10.0.0.7:8200"
+        )
     ),
     "RenewEngine": engine_pb2.RenewEngineRequest(engine_id="d", engine_epoch=1),
     "DrainEngine": engine_pb2.DrainEngineRequest(engine_id="d"),
@@ -256,7 +258,8 @@ async def test_releases_by_target_and_role(plane: Server, streamed: bool) -> Non
     for target, value in RELEASES.items():
         request = location_pb2.ReleaseLocationRequest(**{target: value})
         for role in Role:
-            name, sent = "ReleaseLocation", request
+            name: str = "ReleaseLocation"
+            sent: Any = request
             if streamed and role in roles.TABLE[f"/{roles.LOCATION_SERVICE}/Turns"]:
                 name, sent = "Turns", _turn(release=request)
             code, reason = await plane.outcome(name, sent, role)
