@@ -11,7 +11,8 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf import descriptor_pool, duration_pb2, message_factory
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import error_details_pb2
+from google.rpc import status_pb2 as rpc_status_pb2
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
@@ -22,7 +23,7 @@ from kvplane.controlplane.security import SecuritySettings
 from kvplane.controlplane.server import SERVICES, ControlPlaneServer
 from kvplane.store.memory import MemoryStore
 from kvplane.store.testing import ManualClock
-from kvplane.v1 import common_pb2, engine_pb2, location_pb2
+from kvplane.v1 import common_pb2, engine_pb2, location_pb2, status_pb2
 from tests.controlplane import harness
 
 ACCESS = "\n".join(
@@ -89,6 +90,7 @@ REQUESTS: dict[str, Any] = {
         engine_id="d", engine_epoch=1, renewals=[common_pb2.Renewal(request_id="q")]
     ),
     "ListLocations": location_pb2.ListLocationsRequest(tenant_id="t"),
+    "GetStatus": status_pb2.GetStatusRequest(),
     "WatchLocations": location_pb2.WatchLocationsRequest(tenant_id="t", from_revision=10**9),
     "Turns": location_pb2.TurnsRequest(
         operations=[
@@ -181,7 +183,7 @@ class Server:
 def _reason(error: grpc.aio.AioRpcError) -> str:
     for key, value in error.trailing_metadata() or ():
         if key == "grpc-status-details-bin" and isinstance(value, bytes):
-            for detail in status_pb2.Status.FromString(value).details:
+            for detail in rpc_status_pb2.Status.FromString(value).details:
                 info = error_details_pb2.ErrorInfo()
                 if detail.Unpack(info):
                     return str(info.reason)

@@ -14,7 +14,8 @@ from kvplane.controlplane import model as m
 from kvplane.controlplane.decoding import Checked
 from kvplane.controlplane.errors import UnreadableMessageError
 from kvplane.controlplane.guard import guarded
-from kvplane.controlplane.server import ENGINE_SERVICE, LOCATION_SERVICE, MAX_ANSWER_BYTES, ControlPlane
+from kvplane.controlplane.roles import ENGINE_SERVICE, LOCATION_SERVICE
+from kvplane.controlplane.server import MAX_ANSWER_BYTES, ControlPlane
 from kvplane.store.base import Store
 from kvplane.store.memory import MemoryStore
 from kvplane.v1 import engine_pb2, engine_pb2_grpc, location_pb2, location_pb2_grpc
