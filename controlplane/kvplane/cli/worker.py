@@ -39,7 +39,7 @@ def main() -> int:
         config = Config(**task["config"])
         configure_logs(config.log_level, config.log_format)
         structlog.contextvars.bind_contextvars(worker=task["number"])
-        siblings = Siblings(Path(task["directory"]), task["number"])
+        siblings = Siblings(Path(task["directory"]), task["number"], task["processes"])
         siblings.share_metrics()
 
         async def program(config: Config, stop: asyncio.Event) -> None:

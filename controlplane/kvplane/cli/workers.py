@@ -219,6 +219,7 @@ class Workers:
         mine = config.model_copy(update={"port": self.port, "plane": self._plane_address, **limits})
         return {
             "number": number,
+            "processes": config.workers,
             "directory": str(self._directory),
             "config": mine.model_dump(mode="json"),
         }

@@ -46,6 +46,7 @@ from kvplane.router.serving import TurnServer
 from kvplane.router.settings import RouterSettings, SettingsError
 from kvplane.router.siblings import Siblings
 from kvplane.router.silence import Silence
+from kvplane.router.status_page import StatusPage
 from kvplane.router.tls import Tls
 from kvplane.router.turn import Turn
 from kvplane.router.upstream import Upstream
@@ -286,6 +287,13 @@ class RouterServer:
         self._served.add_to(app.router)
         self._passing.add_to(app.router)
         self._explanations.add_to(app.router)
+        StatusPage(
+            pool=self._pool,
+            metrics=self.metrics,
+            explanations=self._explanations,
+            readiness=self._readiness,
+            siblings=self._siblings,
+        ).add_to(app.router)
         app.router.add_get("/health", self._health)
         app.router.add_get("/ready", self._ready)
         app.router.add_get("/metrics", self._metrics)
@@ -403,6 +411,10 @@ class RouterServer:
         return web.json_response({"status": "draining" if self._draining else "ok"})
 
     async def _ready(self, request: web.Request) -> web.StreamResponse:
+        detail = self._readiness()
+        return web.json_response(detail, status=200 if detail["ready"] else 503)
+
+    def _readiness(self) -> dict[str, Any]:
         prefill = [e for e in self._pool.engines if e.prefill]
         decode = [e for e in self._pool.engines if e.decode]
         plane = "none" if self._plane is None else "up" if self._plane.available else "unavailable"
@@ -426,7 +438,7 @@ class RouterServer:
         if mismatch := self._pool.mismatch():
             problems.append(mismatch)
         ready = any(e.up and not e.draining for e in decode) and not self._draining
-        detail = {
+        return {
             "ready": ready,
             "draining": self._draining,
             "prefill": {e.url: "up" if e.up else "down" for e in prefill},
@@ -434,7 +446,6 @@ class RouterServer:
             "control_plane": plane,
             "problems": problems,
         }
-        return web.json_response(detail, status=200 if ready else 503)
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
         return web.Response(body=await self.metrics_page(), headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -259,18 +259,24 @@ class Explanations:
         """Return the trail of a request, None if it is not on record."""
         return self._trails.get(request_id)
 
+    def newest(self) -> Iterator[Trail]:
+        """Return the trails on record, that of the request which arrived last first."""
+        return reversed(self._trails.values())
+
+    def refusal(self, request: web.Request) -> web.Response | None:
+        """Return the answer to who may not read what is on record; None to who may."""
+        if self._remote or _from_here(request):
+            return None
+        message = "Only loopback may read this; --debug-remote of the router opens it to others."
+        return _json(openai.error_body(message, 403), 403)
+
     def add_to(self, router: web.UrlDispatcher) -> None:
         """Add the route."""
         router.add_get(_PREFIX + "{request_id:[^/]+}", self._get)
 
     async def _get(self, request: web.Request) -> web.Response:
-        if not self._remote and not _from_here(request):
-            return _json(
-                openai.error_body(
-                    "Only loopback may read this; --debug-remote of the router opens it to others.", 403
-                ),
-                403,
-            )
+        if (refusal := self.refusal(request)) is not None:
+            return refusal
         trail = self.find(request.match_info["request_id"])
         if trail is None:
             return _json(

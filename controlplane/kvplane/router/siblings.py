@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, values
+from prometheus_client import CollectorRegistry, Metric, values
 from prometheus_client.exposition import generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
@@ -15,9 +15,11 @@ class Siblings:
     The environment's PROMETHEUS_MULTIPROC_DIR must name `directory` from the process's start.
     """
 
-    def __init__(self, directory: Path, number: int) -> None:
+    def __init__(self, directory: Path, number: int, processes: int = 1) -> None:
         self._directory = directory
         self._number = number
+        self.processes = processes
+        """How many there are."""
 
     def share_metrics(self) -> None:
         """Keep metrics made from now on where the siblings see them; once, before any is made.
@@ -28,9 +30,16 @@ class Siblings:
 
     def metrics(self) -> bytes:
         """Return the metrics of all, in Prometheus' text format. Reads files: not for an event loop."""
+        return generate_latest(self._registry())
+
+    def collect(self) -> list[Metric]:
+        """Return the metrics of all. Reads files: not for an event loop."""
+        return list(self._registry().collect())
+
+    def _registry(self) -> CollectorRegistry:
         registry = CollectorRegistry()
         MultiProcessCollector(registry, str(self._directory))  # type: ignore[no-untyped-call]  # the library leaves it so
-        return generate_latest(registry)
+        return registry
 
 
 def forget_gauges(directory: Path, number: int) -> None:
