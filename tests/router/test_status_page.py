@@ -139,6 +139,14 @@ async def test_the_page_in_a_real_chromium(tmp_path: Path) -> None:
         await page.until("document.querySelectorAll('#recent tr').length === 9")
         assert await page.value("document.getElementById('hit-now').textContent") == "0.0 %"
 
+        # Each answer with new requests is a point of the graph; the line needs two.
+        assert not await page.value("document.querySelector('#hit-graph polyline') !== null")
+        await r.post(chat("again", conversation="again 3"))
+        await page.until("document.querySelector('#hit-graph polyline') !== null")
+        assert "hit rate between" in await page.value(
+            "document.getElementById('hit-graph').getAttribute('aria-label')"
+        )
+
         # By keyboard alone: the link over the navigation, the button, then what scrolls, and the filter.
         seen = list[str]()
         for _ in range(6):
