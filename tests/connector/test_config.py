@@ -22,6 +22,7 @@ def test_all_settings() -> None:
         "kvplane_free_block_floor": 0.0,
         "kvplane_remote_host": "[fd00::7]",
         "kvplane_tenant_id": "acme",
+        "kvplane_tenant_weights": {"acme": 3, "trial": 0.5},
         "kvplane_ask_timeout_s": 1,
         "bidirectional_kv_xfer": True,  # not ours
         "backends": ["UCX"],
@@ -34,6 +35,7 @@ def test_all_settings() -> None:
         0.0,
         "fd00::7",
         tenant_id="acme",
+        tenant_weights={"acme": 3.0, "trial": 0.5},
         ask_timeout_s=1.0,
     )
 
@@ -87,6 +89,12 @@ def test_addresses(address: str) -> None:
         ({**ADDRESS, "decoder_kv_blocks_ttl": 60, "kvplane_ttl_s": 90}, ["kvplane_ttl_s", "60"]),
         ({**ADDRESS, "decoder_kv_blocks_ttl": "x"}, ["decoder_kv_blocks_ttl"]),
         ({**ADDRESS, "kvplane_remote_host": None}, ["kvplane_remote_host"]),
+        ({**ADDRESS, "kvplane_tenant_weights": 3}, ["kvplane_tenant_weights: 3 is not an object such as"]),
+        ({**ADDRESS, "kvplane_tenant_weights": {"a": 0}}, ["kvplane_tenant_weights: a: 0", "from 0.001"]),
+        ({**ADDRESS, "kvplane_tenant_weights": {"a": True}}, ["kvplane_tenant_weights: a: True"]),
+        ({**ADDRESS, "kvplane_tenant_weights": {"a": "2"}}, ["kvplane_tenant_weights: a: '2'"]),
+        ({**ADDRESS, "kvplane_tenant_weights": {"": 2}}, ["kvplane_tenant_weights: not of 1 to 256 bytes"]),
+        ({**ADDRESS, "kvplane_tenant_weights": {"a\ud800": 2}}, ["kvplane_tenant_weights", "Unicode"]),
         ({**ADDRESS, "kvplane_tenant_id": ""}, ["kvplane_tenant_id"]),
         ({**ADDRESS, "kvplane_tenant_id": "x" * 257}, ["kvplane_tenant_id"]),
         ({**ADDRESS, "kvplane_tenant_id": "é" * 129}, ["kvplane_tenant_id", "256 bytes"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -47,6 +47,7 @@ class ConnectorConfig:
         max_age_s: for how long renewals may keep a turn, from its end.
         metrics_port: of the engine's own /metrics; the rank within data parallelism is added. 0: none.
         metrics_host: address it listens at.
+        tenant_weights: by which tenants share what may be retained; of those not named 1.
         tenant_id: whose conversations these are where no router of ours says so.
         ask_timeout_s: seconds a prefill request waits to learn where its conversation is, where no router of
             ours says so; 0: it is not asked.
@@ -71,6 +72,7 @@ class ConnectorConfig:
     metrics_port: int = 0
     metrics_host: str = "127.0.0.1"
     tenant_id: str = "default"
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
     ask_timeout_s: float = 0.3
     tls: bool = False
     ca: str = ""
@@ -132,6 +134,7 @@ def read_config(
         metrics_port=_port(given.get("kvplane_metrics_port", 0)),
         metrics_host=_text(given, "kvplane_metrics_host").strip("[]") or "127.0.0.1",
         tenant_id=_tenant_id(_text(given, "kvplane_tenant_id", "default")),
+        tenant_weights=_weights(given.get("kvplane_tenant_weights", {})),
         ask_timeout_s=_number(given, "kvplane_ask_timeout_s", 0.3, 30),
         tls=_flag(given, "kvplane_tls"),
         **{name: _text(given, f"{PREFIX}{name}") for name in _SECURITY},
@@ -244,10 +247,21 @@ def _number(given: Mapping[str, Any], key: str, default: float, most: int) -> fl
     return float(value)
 
 
-def _tenant_id(value: str) -> str:
+def _tenant_id(value: str, key: str = "kvplane_tenant_id") -> str:
     if not 0 < len(value.encode()) <= 256:
-        raise ConfigError("kvplane_tenant_id: not of 1 to 256 bytes in UTF-8")
+        raise ConfigError(f"{key}: not of 1 to 256 bytes in UTF-8")
     return value
+
+
+def _weights(value: Any) -> dict[str, float]:
+    key = "kvplane_tenant_weights"
+    if not isinstance(value, dict):
+        raise ConfigError(f'{key}: {value!r} is not an object such as {{"acme": 3}}')
+    for tenant, weight in value.items():
+        _tenant_id(_unicode(key, tenant), key)
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0.001 <= weight <= 1000:
+            raise ConfigError(f"{key}: {tenant}: {weight!r} is not a number from 0.001 to 1000")
+    return {tenant: float(weight) for tenant, weight in value.items()}
 
 
 def _text(given: Mapping[str, Any], key: str, default: str = "") -> str:

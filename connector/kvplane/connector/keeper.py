@@ -143,6 +143,7 @@ class Keeper:
         self._here: dict[str, Hashable] = {}  # requests that wait or run, and whose they are
         self._waits_since: float | None = None
         retention.worth = self._worth
+        retention.shares.weights = config.tenant_weights
         self._draining = False
         self._fenced = False
         self._next_summary = 0.0
@@ -211,7 +212,7 @@ class Keeper:
         self._returns.retained(tenant_id, number, tokens=len(turn.tokens), blocks=blocks)
         self._kept[turn.request_id] = _Kept(tenant_id, number, self._monotonic(), len(turn.tokens))
         terms = self._leases.begin(turn.request_id, ttl_s)
-        self._retention.retain(turn.request_id, envelope.key, turn.blocks)
+        self._retention.retain(turn.request_id, envelope.key, turn.blocks, tenant_id)
         self._session.announce(announcement, expires_at=terms.record)
         self.counts["retained"] += 1
         return terms
@@ -304,7 +305,7 @@ class Keeper:
             return "no_fingerprint"
         if not turn.tokens:
             return "no_tokens"
-        return self._retention.refusal(turn.blocks)
+        return self._retention.refusal(turn.blocks, turn.envelope.key.tenant_id)
 
     def _worth(self, request_id: str, blocks: int) -> float:
         """Return the tokens that a retained turn is expected to save per block-second from now on."""
@@ -339,7 +340,7 @@ class Keeper:
         """The control plane wants a turn kept on: somebody is active."""
         if self._retention.state(request_id) is not State.RETAINED:
             return
-        if self._retention.pressed:
+        if self._retention.pressed and not self._retention.is_within_share(request_id):
             self.counts["not_renewed:pressure"] += 1
         elif not self._leases.extend(request_id, ttl_s):
             self.counts["not_renewed:long_enough"] += 1

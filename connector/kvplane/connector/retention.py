@@ -25,15 +25,14 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
-from random import Random
 
 from kvplane.connector.demand import Demand
+from kvplane.connector.fairness import FairShares
 from kvplane.connector.shares import DistinctBlocks, SoleBlocks
+from kvplane.connector.victims import Victims
 
 _ASK_AGAIN_MARGIN_S = 5.0
 _TICK_S = 0.25
-_SAMPLE = 64
-_OF_SAMPLE = 4
 _PRESSED_S = 2.0
 _FREES_SOON_S = 1.0
 
@@ -54,13 +53,14 @@ class State(Enum):
 class Entry:
     """One retained request. `blocks` are distinct; `until` is when a CLAIMED one is looked at again.
 
-    `number` grows with each, `slot` is its place among those to choose victims from, -1 for none.
+    `number` grows with each, `slot` is its place among its tenant's to choose victims from, -1 for none.
     """
 
     request_id: str
     owner: Hashable
     blocks: tuple[int, ...]
     number: int
+    tenant: str = ""
     state: State = State.RETAINED
     slot: int = -1
     until: float = 0.0
@@ -72,9 +72,8 @@ class Retention:
     """The budget. Belongs to the scheduler thread.
 
     Decisions are left in `take_withdrawals` and `take_frees`, for the caller to carry out. Costs are
-    O(blocks of the request) for a change of state and O(1) for a step without any. Victims are the four worth
-    least of a sample of 64, then of the next, so that each costs 16 calls of `worth` however many are
-    retained; of up to 64 they are those worth least of all, in order.
+    O(blocks of the request) for a change of state and O(1) for a step without any. Victims are those worth
+    least of who holds more than its fair share; see Victims.
 
     Args:
         total_blocks: of the engine's pool.
@@ -112,17 +111,20 @@ class Retention:
         """What new requests take; so much is kept free ahead of need, up to a quarter of the pool."""
         self._most_demand = total_blocks // 4
         self._monotonic = monotonic
-        self._random = Random(0)
         self._numbers = itertools.count()
         self._entries: OrderedDict[str, Entry] = OrderedDict()  # oldest first
         self._by_owner: dict[Hashable, str] = {}
         self._superseded: OrderedDict[str, None] = OrderedDict()
         self._leaving: dict[str, Entry] = {}
-        self._choice: list[Entry] = []  # victims to choose from: to stay, and the newest of their owner
         self._busy: Counter[Hashable] = Counter()
         self._held = DistinctBlocks()  # by any entry
         self._kept = DistinctBlocks()  # by entries that are to stay
         self._staying = SoleBlocks()  # by those, and by entries that a reader holds
+        self.shares = FairShares(self._by_tenant, monotonic)
+        """Of the budget, by tenant. Its weights may be set before anything is retained."""
+        # Victims to choose from: to stay, and the newest of their owner.
+        self._choice: Victims[Entry] = Victims(self.shares, self._value, self._alone)
+        self._spare: Hashable = None
         self._request_waits = False
         self._pressed_until = -1.0
         self._frees_by = -1.0
@@ -178,8 +180,16 @@ class Retention:
         entry = self._entries.get(request_id)
         return entry is not None and entry.owner in self._busy
 
-    def refusal(self, blocks: Iterable[int]) -> str:
-        """Return why these blocks cannot be retained, "" if they can."""
+    def is_within_share(self, request_id: str) -> bool:
+        """Whether a request's tenant holds no more than its fair share while others want room, too."""
+        entry = self._entries.get(request_id)
+        return (
+            entry is not None and self.shares.several and not self.shares.is_above(entry.tenant, self.budget)
+        )
+
+    def refusal(self, blocks: Iterable[int], tenant: str = "") -> str:
+        """Return why a tenant's blocks cannot be retained, "" if they can."""
+        self.shares.want(tenant)
         distinct = set(blocks)
         if not distinct:
             return "no_blocks"
@@ -187,13 +197,22 @@ class Retention:
             return "request_waits"
         if len(distinct) > self.budget:
             return "larger_than_budget"
-        if len(self._held) + self._held.new(distinct) > self.ceiling:
+        held = len(self._held) + self._held.new(distinct)
+        if held > self.ceiling:
             return "over_budget"
+        # Half of what may be held for a moment is for those who have less than their share.
+        is_late = self.shares.several and held > (self.budget + self.ceiling) // 2
+        if is_late and self.shares.is_above(tenant, self.budget, more=len(distinct)):
+            return "over_share"
         return ""
 
-    def retain(self, request_id: str, owner: Hashable, blocks: Iterable[int]) -> None:
-        """Keep a request's blocks. What no longer fits is withdrawn: superseded, then worth least."""
-        entry = Entry(request_id, owner, tuple(set(blocks)), next(self._numbers))
+    def retain(self, request_id: str, owner: Hashable, blocks: Iterable[int], tenant: str = "") -> None:
+        """Keep a request's blocks. What no longer fits is withdrawn: superseded, then worth least.
+
+        Of tenants with more than their share first: it may be this very request.
+        """
+        entry = Entry(request_id, owner, tuple(set(blocks)), next(self._numbers), tenant)
+        self.shares.add(tenant, entry.blocks)
         self._entries[request_id] = entry
         self._held.add(entry.blocks)
         self._kept.add(entry.blocks)
@@ -201,13 +220,12 @@ class Retention:
         older = self._entries.get(self._by_owner.get(owner, ""))
         if older is not None and older.state is State.RETAINED:
             self._superseded[older.request_id] = None
-            self._unchoose(older)
+            self._choice.discard(older)
         self._by_owner[owner] = request_id
-        entry.slot = len(self._choice)
-        self._choice.append(entry)
+        self._choice.add(entry)
         if len(self._kept) > self.budget:
             self._pressed_until = self._monotonic() + _PRESSED_S
-            for victim in self._victims(spare=owner):
+            for victim in self._victims(self.budget, spare=owner):
                 self._withdraw(victim)
                 if len(self._kept) <= self.budget:
                     break
@@ -230,7 +248,7 @@ class Retention:
         if missing <= 0 or not len(self._kept):
             return
         self._pressed_until = self._monotonic() + _PRESSED_S
-        for victim in self._victims(spare):
+        for victim in self._victims(max(0, len(self._kept) - missing), spare):
             missing -= self._withdraw(victim)
             if missing <= 0:
                 return
@@ -328,40 +346,31 @@ class Retention:
         taken, self._frees = self._frees, []
         return taken
 
-    def _victims(self, spare: Hashable = None) -> Iterator[Entry]:
+    def _victims(self, room: int, spare: Hashable = None) -> Iterator[Entry]:
         """Yield what may be withdrawn, least valuable first; each must be withdrawn before the next is asked.
 
         Conversations that have a request here go late: what they hold is used by it, and with `spare` last.
+        Who has more than its share of `room` goes before who has not, whatever is used.
         """
+        self._spare = spare
         while self._superseded:
             yield self._entries[next(iter(self._superseded))]
-        while self._choice:
-            yield from self._least(spare)
+        yield from self._choice.in_order(room)
 
-    def _least(self, spare: Hashable) -> list[Entry]:
-        """Return a few that are worth least, in order: of a sample, or if there are few, all."""
+    def _value(self, entry: Entry) -> tuple[bool, bool, float, int]:
+        """Return what is least for what goes first."""
+        alone = self._alone(entry)
+        worth = self.worth(entry.request_id, alone) if self.worth is not None else 0.0
+        is_spared = self._spare is not None and entry.owner == self._spare
+        return is_spared, entry.owner in self._busy, worth if alone else math.inf, entry.number
 
-        def value(entry: Entry) -> tuple[bool, bool, float, int]:
-            alone = self._staying.alone(entry.number)
-            worth = self.worth(entry.request_id, alone) if self.worth is not None else 0.0
-            is_spared = spare is not None and entry.owner == spare
-            return is_spared, entry.owner in self._busy, worth if alone else math.inf, entry.number
+    def _alone(self, entry: Entry) -> int:
+        return self._staying.alone(entry.number)
 
-        if len(self._choice) > _SAMPLE:
-            least = sorted(self._random.sample(self._choice, _SAMPLE), key=value)[:_OF_SAMPLE]
-            least = [entry for entry in least if entry.owner not in self._busy and entry.owner != spare]
-            if least:
-                return least
-        return sorted(self._choice, key=value)
-
-    def _unchoose(self, entry: Entry) -> None:
-        """Take an entry off those to choose from: the last one takes its slot."""
-        if entry.slot >= 0:
-            last = self._choice.pop()
-            if last is not entry:
-                self._choice[entry.slot] = last
-                last.slot = entry.slot
-            entry.slot = -1
+    def _by_tenant(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        for entry in self._entries.values():
+            if entry.state is State.RETAINED:
+                yield entry.tenant, entry.blocks
 
     def _withdraw(self, entry: Entry) -> int:
         """Ask for an entry's blocks back; returns how many blocks that will give."""
@@ -393,8 +402,9 @@ class Retention:
     def _leave(self, entry: Entry) -> int:
         if entry.state is State.RETAINED:
             self._kept.remove(entry.blocks)
+            self.shares.remove(entry.tenant, entry.blocks)
             self._superseded.pop(entry.request_id, None)
-            self._unchoose(entry)
+            self._choice.discard(entry)
         if entry.state in (State.RETAINED, State.CLAIMED):
             return self._staying.remove(entry.number, entry.blocks)
         return 0
