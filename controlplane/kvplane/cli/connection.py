@@ -18,6 +18,7 @@ from kvplane.cli.errors import StartError
 
 if TYPE_CHECKING:
     from kvplane.client.client import ControlPlaneClient
+    from kvplane.client.credentials import Credentials
     from kvplane.client.errors import ControlPlaneError
 
 T = TypeVar("T")
@@ -33,16 +34,26 @@ class Target:
     address: str
     """As --plane takes it."""
     timeout_s: float
+    credentials: Credentials | None = None
+    """What it is shown, and whom to trust; None: plaintext."""
 
     def client(self, address: str = "") -> ControlPlaneClient:
         """Return a client of it, or of one of its replicas; the caller closes it."""
         from kvplane.client.client import ControlPlaneClient
 
-        return ControlPlaneClient(address or self.address, timeout_s=self.timeout_s)
+        return ControlPlaneClient(
+            address or self.address, timeout_s=self.timeout_s, credentials=self.credentials
+        )
 
     def replicas(self) -> list[str]:
         """Return the addresses that were given, one by one."""
         return [part.strip() for part in self.address.split(",")]
+
+
+def _file(option: str, what: str) -> Any:
+    return typer.Option(
+        f"--{option}", envvar=f"KVPLANE_{option.upper().replace('-', '_')}", help=f"File with {what}."
+    )
 
 
 def _target(
@@ -55,6 +66,20 @@ def _target(
         ),
     ] = DEFAULT_PLANE,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.", min=0.1, max=600.0)] = 5.0,
+    plane_ca: Annotated[str, _file("plane-ca", "authorities of its certificate")] = "",
+    plane_cert: Annotated[str, _file("plane-cert", "the certificate to show it")] = "",
+    plane_key: Annotated[str, _file("plane-key", "that certificate's private key")] = "",
+    plane_token_file: Annotated[str, _file("plane-token-file", "the token to show it")] = "",
+    plane_server_name: Annotated[
+        str,
+        typer.Option(envvar="KVPLANE_PLANE_SERVER_NAME", help="Name in its certificate, if not in --plane."),
+    ] = "",
+    plane_tls: Annotated[
+        bool,
+        typer.Option(
+            "--plane-tls", envvar="KVPLANE_PLANE_TLS", help="Use TLS, with the system's authorities."
+        ),
+    ] = False,
 ) -> Target:
     """Return what the options name. Raises StartError."""
     from kvplane.client.address import checked_address
@@ -63,7 +88,28 @@ def _target(
         checked_address(plane)
     except ValueError as error:
         raise StartError(f"--plane: {error}") from None
-    return Target(plane, timeout)
+    credentials = None
+    if plane_tls or plane_ca or plane_cert or plane_key or plane_server_name or plane_token_file:
+        credentials = _credentials(
+            plane, (plane_tls, plane_ca, plane_cert, plane_key, plane_server_name, plane_token_file)
+        )
+    return Target(plane, timeout, credentials)
+
+
+def _credentials(plane: str, settings: tuple[bool, str, str, str, str, str]) -> Credentials:
+    """Return what options say. Raises StartError."""
+    from kvplane.client.credentials import Credentials, SecuritySettings, check_reach
+    from kvplane.client.files import FileError
+
+    try:
+        security = SecuritySettings(*settings)
+        check_reach(plane, security)
+        return Credentials(security)
+    except ValueError as error:
+        name, _, what = str(error).partition(":")
+        raise StartError(f"--plane-{name.replace('_', '-')}:{what.replace('_', '-')}") from None
+    except FileError as error:
+        raise StartError(f"credentials for the control plane: {error}") from None
 
 
 def asks_plane(command: Callable[..., T]) -> Callable[..., T]:

@@ -8,7 +8,7 @@ import ipaddress
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
@@ -50,8 +50,9 @@ class Identity:
         token_sha256: SHA-256 of its tokens, in hexadecimal digits. Where there are certificates too, it needs
             both.
         engine_ids: an engine's: which it may register and speak for; `*` and `?` stand for anything.
-        addresses: an engine's: hosts it may register and announce: globs, networks, or "peer".
+        addresses: an engine's: hosts it may register and announce: globs, or "peer".
         tenants: whose conversations it may act for; globs. Empty: all.
+        networks: more of its addresses.
     """
 
     name: str
@@ -61,9 +62,7 @@ class Identity:
     engine_ids: tuple[str, ...] = ()
     addresses: tuple[str, ...] = ()
     tenants: tuple[str, ...] = ()
-    _networks: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...] = field(
-        default=(), compare=False, repr=False
-    )
+    networks: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...] = ()
 
     def is_engine(self, engine_id: str) -> bool:
         """Whether it may speak for an engine."""
@@ -80,9 +79,9 @@ class Identity:
             return True
         if PEER in self.addresses and _same_host(host, peer):
             return True
-        if self._networks:
+        if self.networks:
             address = _address(host)
-            return address is not None and any(address in network for network in self._networks)
+            return address is not None and any(address in network for network in self.networks)
         return False
 
 

@@ -91,6 +91,42 @@ async def test_a_server_known_by_another_name(opened: Callable[[str], EtcdStore]
         assert await store.get(b"k") is None
 
 
+async def test_certificates_are_read_again_where_connections_are_made_anew(
+    secure_etcd: EtcdServer, certificates: Path, opened: Callable[[str], EtcdStore]
+) -> None:
+    """etcd reads its own at each handshake; here both sides' come from another authority meanwhile."""
+    async with await asyncio.to_thread(opened, "ca={0}/ca.pem&" + CLIENT) as store:
+        first = await store.transact([], [Put(b"k", b"1")])
+        assert first.succeeded
+
+        def replace() -> None:
+            for name in ("server", "client"):
+                for end in ("pem", "key"):
+                    (certificates / f"other-{name}.{end}").replace(certificates / f"{name}.{end}")
+            (certificates / "other-ca.pem").replace(certificates / "ca.pem")
+            secure_etcd.restart()
+
+        await asyncio.to_thread(replace)
+        watch = store.watch(b"k", from_revision=first.revision)
+        assert (await anext(watch)).revision == first.revision
+        assert (await store.transact([Compare(b"k", first.revision)], [Put(b"k", b"2")])).succeeded
+        lease = await store.grant_lease(10)
+        assert await store.keep_lease(lease.lease_id) == lease
+
+
+async def test_certificates_that_cannot_be_used_leave_the_old_ones_in_use(
+    secure_etcd: EtcdServer, certificates: Path, opened: Callable[[str], EtcdStore]
+) -> None:
+    async with await asyncio.to_thread(opened, "ca={0}/ca.pem&" + CLIENT) as store:
+        assert await store.get(b"k") is None
+        await asyncio.to_thread((certificates / "client.key").write_text, "nonsense")
+        await asyncio.to_thread(secure_etcd.restart)
+        assert await store.get(b"k") is None
+        await asyncio.to_thread(secure_etcd.stop)
+        with pytest.raises(StoreUnavailableError, match=r"certificates not read again: .*cannot be read"):
+            await store.get(b"k")
+
+
 async def test_a_user_whose_tokens_end(start_etcd: StartEtcd, tmp_path: Path) -> None:
     """etcd forgets a token after its time, and at a restart: calls get another one, and nobody notices.
 

@@ -18,6 +18,8 @@ from kvplane.store.clock import Clock
 from kvplane.store.errors import StoreClosedError, StoreUnavailableError
 from kvplane.store.etcd.methods import A, Method, Q
 from kvplane.store.etcd.settings import EtcdSettings, EtcdTls
+from kvplane.store.etcd.tls import read_again
+from kvplane.store.files import FileError
 
 _READY = grpc.ChannelConnectivity.READY
 _DOWN = frozenset({grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN})
@@ -80,6 +82,9 @@ class Endpoints:
         self._settings = settings
         self._clock = clock
         self._probe = probe
+        self._tls = settings.tls
+        self._unusable = ""  # why files of certificates are not used
+        self._retiring: dict[asyncio.Task[None], Endpoint] = {}
         self._all: Sequence[Endpoint] = ()
         self._choosing: asyncio.Task[Endpoint] | None = None
         self._closed = False
@@ -124,7 +129,11 @@ class Endpoints:
         if self._choosing is not None:
             self._choosing.cancel()
             await asyncio.gather(self._choosing, return_exceptions=True)
-        for endpoint in self._all:
+        retiring = dict(self._retiring)
+        for task in retiring:
+            task.cancel()
+        await asyncio.gather(*retiring, return_exceptions=True)
+        for endpoint in (*self._all, *retiring.values()):
             await endpoint.channel.close()
 
     def _start_choosing(self) -> asyncio.Task[Endpoint]:
@@ -146,6 +155,7 @@ class Endpoints:
 
     async def _choose(self) -> Endpoint:
         """Connect and probe all at once: one that hangs, or has no leader, is no hindrance."""
+        await self._refresh()
         if not self._all:
             self._connect()
         until = self._clock.monotonic() + self._settings.timeout_s
@@ -188,10 +198,38 @@ class Endpoints:
             text = outcome.details() if isinstance(outcome, grpc.aio.AioRpcError) else str(outcome or "")
             reason = (text or "").rpartition("last error: ")[2].strip() or "it does not answer"
             reasons.append(f"{endpoint.address}: {reason[:_WHY_LENGTH]}")
+        if self._unusable:
+            reasons.append(f"certificates not read again: {self._unusable}")
         return "; ".join(reasons)
 
+    async def _refresh(self) -> None:
+        """Take the certificates as their files have them now; with others, all connections are made anew.
+
+        Files that cannot be used leave what was in use.
+        """
+        if self._tls is None:
+            return
+        self._unusable = ""
+        try:
+            tls = await asyncio.to_thread(read_again, self._tls)
+        except FileError as error:
+            self._unusable = str(error)
+            return
+        if tls is not self._tls:
+            self._tls, self.used, old, self._all = tls, None, self._all, ()
+            for endpoint in old:
+                for cancel in [*endpoint.streams]:
+                    cancel()
+                task = asyncio.get_running_loop().create_task(self._retire(endpoint))
+                self._retiring[task] = endpoint
+                task.add_done_callback(self._retiring.pop)
+
+    async def _retire(self, endpoint: Endpoint) -> None:
+        """Close a connection that nothing new goes to, when what is under way has had its time."""
+        await endpoint.channel.close(self._settings.timeout_s + _ANSWER_S)
+
     def _connect(self) -> None:
-        credentials, options = _credentials(self._settings.tls), _options(self._settings)
+        credentials, options = _credentials(self._tls), _options(self._settings)
         self._all = [
             Endpoint(
                 address,

@@ -11,17 +11,28 @@ MAX_PREFIX_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
+class EtcdTlsPaths:
+    """Where the contents come from; "" for what is not given, or not from a file."""
+
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class EtcdTls:
     """Contents of PEM files. Without `ca` the system's authorities count.
 
     `cert` and `key` belong together: what the client shows of itself. `server_name` is the name to look for
-    in the servers' certificates, if not that of the endpoint.
+    in the servers' certificates, if not that of the endpoint. With `paths` the files are read again where
+    connections are made anew.
     """
 
     ca: bytes | None = None
     cert: bytes | None = None
     key: bytes | None = field(default=None, repr=False)
     server_name: str = ""
+    paths: EtcdTlsPaths = field(default=EtcdTlsPaths(), compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

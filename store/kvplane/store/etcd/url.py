@@ -16,6 +16,7 @@ from kvplane.store.etcd.settings import (
     MAX_PREFIX_BYTES,
     EtcdSettings,
     EtcdTls,
+    EtcdTlsPaths,
 )
 
 SCHEMES = ("etcd", "etcd3")
@@ -143,6 +144,7 @@ def _tls(options: Mapping[str, str]) -> EtcdTls | None:
         cert=_pem(options, "cert"),
         key=_pem(options, "key"),
         server_name=options.get("server_name", ""),
+        paths=EtcdTlsPaths(*(options.get(name, "") for name in ("ca", "cert", "key"))),
     )
 
 
