@@ -251,13 +251,17 @@ class Hunt:
             self._found(number, "slow", f"{took:.1f} s", target.input)
 
     async def _guard(self, target: Target, number: int, work: Callable[[], Awaitable[None]]) -> None:
+        limit_s, stacks = 60 if target.real else DEADLINE_S, list[str]()
+        look = asyncio.get_running_loop().call_later(limit_s - 1, lambda: stacks.extend(_stacks()))
         try:
-            async with asyncio.timeout(DEADLINE_S if not target.real else 60):
+            async with asyncio.timeout(limit_s):
                 await work()
         except TimeoutError:
-            self._found(number, "hangs", traceback.format_exc(), target.input)
+            self._found(number, "hangs", "\n".join(stacks), target.input)
         except Exception as error:
             self._found(number, where(error), traceback.format_exc(), target.input)
+        finally:
+            look.cancel()
 
     def _look(self, target: Target, number: int, faults: _Faults) -> None:
         loop = asyncio.get_running_loop()
@@ -278,6 +282,18 @@ class Hunt:
             finding = Finding(self.report.target, self._seed, number, problem, detail, fed)
             self.report.findings[problem] = finding
             self._note(finding)
+
+
+def _stacks() -> Iterator[str]:
+    """Return where all tasks are."""
+    for task in asyncio.all_tasks():
+        at, waits = list[str](), task.get_coro()
+        while waits is not None:
+            frame = getattr(waits, "cr_frame", None) or getattr(waits, "ag_frame", None)
+            if frame is not None:
+                at.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+            waits = getattr(waits, "cr_await", None) or getattr(waits, "ag_await", None)
+        yield f"{task.get_name()} at {' > '.join(at)}"
 
 
 def named(statuses: Mapping[str, int], most: int = 12) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from tests.fuzz.core import Target
+from tests.fuzz.targets.replies import Replies
+from tests.fuzz.targets.router import Clients, HostileEngines
 from tests.fuzz.targets.rpcs import Rpcs, RpcStreams
 from tests.fuzz.targets.stored import Records, StoredStreams, StoredValues
 
 TARGETS: dict[str, type[Target]] = {
-    kind.name: kind for kind in (Rpcs, RpcStreams, Records, StoredValues, StoredStreams)
+    kind.name: kind for kind in (Rpcs, RpcStreams, Records, StoredValues, StoredStreams, Replies, Clients, HostileEngines)
 }

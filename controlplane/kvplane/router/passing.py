@@ -166,6 +166,7 @@ class Passing:
     async def _where_it_is(self, call: _Call) -> web.StreamResponse:
         """Ask the engine that made a response; where its id does not tell, one after another."""
         response_id = call.request.match_info["response_id"]
+        _, call.raw = _model_of(call.request, call.raw) if call.raw else ("", None)
         known = read_response_id(response_id)
         engines = [e for e in self._pool.engines if e.decode]
         if known is not None:

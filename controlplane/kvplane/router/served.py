@@ -13,6 +13,7 @@ from aiohttp import web
 from kvplane.router.engine import Engine
 from kvplane.router.openai import Body, dump, error_body, parse_json
 from kvplane.router.pool import EnginePool
+from kvplane.router.replies import scrub
 
 log = structlog.get_logger("kvplane.router")
 
@@ -88,7 +89,9 @@ class Served:
                     engine.at(path), headers=_authorization(request), allow_redirects=False
                 ) as response,
             ):
-                return response.status, parse_json(await response.read())
+                answer = parse_json(await response.read())
+                scrub(answer)
+                return response.status, answer
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
             log.warning("engine_not_asked", engine=engine.url, path=path, problem=str(error))
             return None
