@@ -287,7 +287,8 @@ class Hunt:
 def _stacks() -> Iterator[str]:
     """Return where all tasks are."""
     for task in asyncio.all_tasks():
-        at, waits = list[str](), task.get_coro()
+        at = list[str]()
+        waits: Any = task.get_coro()
         while waits is not None:
             frame = getattr(waits, "cr_frame", None) or getattr(waits, "ag_frame", None)
             if frame is not None:

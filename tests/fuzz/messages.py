@@ -67,7 +67,7 @@ def _scalar(field: FieldDescriptor, chance: Chance) -> Any:
     return chance.number(bits, signed=bits in (31, 63))
 
 
-def make(descriptor: Descriptor, chance: Chance, known: Known) -> Message:
+def make(descriptor: Any, chance: Chance, known: Known) -> Message:
     """Return a message; the wilder the chance, the less of it is plausible."""
     plan = _plan(descriptor)
     message: Message = plan.kind()

@@ -1,11 +1,13 @@
-"""HTTP without sockets: bytes into aiohttp's server as from a client, and out of its client as to an engine."""
+"""HTTP without sockets: bytes into aiohttp's server as from clients, and out of its client as to engines."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
@@ -155,19 +157,17 @@ class _ToEngine(Wire):
             self._say(said, number + 1)
 
 
-def connector(engines: Engines) -> type[aiohttp.BaseConnector]:
-    """Return what stands for aiohttp.TCPConnector."""
+@contextmanager
+def connected(engines: Engines) -> Iterator[None]:
+    """Have all connections that aiohttp's client makes be to some engines in memory."""
 
-    class Connector(aiohttp.BaseConnector):
-        def __init__(self, *, keepalive_timeout: float = 4.0, limit: int = 0, **_: Any) -> None:
-            super().__init__(keepalive_timeout=keepalive_timeout, limit=limit)
+    async def connect(self: Any, req: Any, traces: Any, timeout: Any) -> ResponseHandler:
+        host = f"{req.url.host}:{req.url.port}"
+        if engines(host, b"CONNECT", b"") is None:
+            raise aiohttp.ClientConnectorError(req.connection_key, ConnectionRefusedError(111, "refused"))
+        protocol: ResponseHandler = self._factory()
+        protocol.connection_made(_ToEngine(protocol, engines, host))
+        return protocol
 
-        async def _create_connection(self, req: Any, traces: Any, timeout: Any) -> ResponseHandler:
-            host = f"{req.url.host}:{req.url.port}"
-            if engines(host, b"CONNECT", b"") is None:
-                raise aiohttp.ClientConnectorError(req.connection_key, ConnectionRefusedError(111, "refused"))
-            protocol: ResponseHandler = self._factory()
-            protocol.connection_made(_ToEngine(protocol, engines, host))
-            return protocol
-
-    return Connector
+    with mock.patch.object(aiohttp.TCPConnector, "_create_connection", connect):
+        yield

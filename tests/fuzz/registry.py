@@ -9,5 +9,6 @@ from tests.fuzz.targets.rpcs import Rpcs, RpcStreams
 from tests.fuzz.targets.stored import Records, StoredStreams, StoredValues
 
 TARGETS: dict[str, type[Target]] = {
-    kind.name: kind for kind in (Rpcs, RpcStreams, Records, StoredValues, StoredStreams, Replies, Clients, HostileEngines)
+    kind.name: kind
+    for kind in (Rpcs, RpcStreams, Records, StoredValues, StoredStreams, Replies, Clients, HostileEngines)
 }

@@ -23,9 +23,9 @@ Body = dict[str, Any]
 
 FIELDS = (
     "model", "messages", "prompt", "input", "stream", "stream_options", "n", "max_tokens", "conversation_id",
-    "conversation", "previous_response_id", "session_id", "prompt_cache_key", "kv_transfer_params", "vllm_xargs",
-    "cache_salt", "tools", "tool_choice", "echo", "prompt_logprobs", "background", "store", "system",
-    "instructions", "best_of", "logprobs", "use_beam_search", "min_tokens", "max_completion_tokens",
+    "conversation", "previous_response_id", "session_id", "prompt_cache_key", "kv_transfer_params",
+    "vllm_xargs", "cache_salt", "tools", "tool_choice", "echo", "prompt_logprobs", "background", "store",
+    "system", "instructions", "best_of", "logprobs", "use_beam_search", "min_tokens", "max_completion_tokens",
     "request_id", "documents", "chat_template", "truncate_prompt_tokens", "ttl_s", "thinking",
 )  # fmt: skip
 
@@ -140,7 +140,9 @@ def events(path: str, chance: Chance) -> list[bytes]:
         end = chance.pick((b"\r\n", b"\r"))
         made = [event.replace(b"\n", end) for event in made]
     if chance.odds(chance.wild):
-        escaped = chance.pick((b"\\u006bv_transfer_params", b"kv\\u005ftransfer_params", b"kv_transfer_param\\u0073"))
+        escaped = chance.pick(
+            (b"\\u006bv_transfer_params", b"kv\\u005ftransfer_params", b"kv_transfer_param\\u0073")
+        )
         made = [event.replace(b"kv_transfer_params", escaped) for event in made]
     return made
 

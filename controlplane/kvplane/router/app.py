@@ -310,6 +310,8 @@ class RouterServer:
             shutdown_timeout=_CUT_S,
         )
         await self._runner.setup()
+        assert self._runner.server is not None
+        self._runner.server.request_handler = shapes.guarded(self._runner.server.request_handler)
         site = web.TCPSite(
             self._runner,
             settings.host,

@@ -1,10 +1,13 @@
-"""Connections to engines."""
+"""Connections to engines, and to what tells of engines: none is waited for that has broken."""
 
 from __future__ import annotations
 
+import functools
 import ssl
+from typing import Any
 
 import aiohttp
+from aiohttp.client_proto import ResponseHandler
 
 from kvplane.router.reach import CheckedResolver, Reach
 from kvplane.router.settings import RouterSettings
@@ -13,10 +16,33 @@ _KEEPALIVE_S = 4.0
 """vLLM closes idle connections after 5 s; one that closes as we write costs a retry."""
 
 
+class _Handler(ResponseHandler):
+    """Reads answers. aiohttp (3.14) forgets who reads a body whose chunks turn out to be malformed.
+
+    It closes the connection, with it the limit on silence ends, and what has come of the body never ends.
+    """
+
+    def set_exception(self, exc: BaseException, *cause: Any) -> None:
+        """Note what has broken, and tell who reads the body."""
+        super().set_exception(exc, *cause)
+        body = self._payload
+        if body is not None and not body.is_eof() and body.exception() is None:
+            body.set_exception(aiohttp.ClientPayloadError(f"the answer broke off: {exc}"))
+
+
+class Connector(aiohttp.TCPConnector):
+    """A pool of connections as aiohttp's, with readers that hear of what has broken."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        make: functools.partial[Any] = functools.partial(_Handler, loop=self._loop)
+        self._factory = make
+
+
 def engine_session(settings: RouterSettings, context: ssl.SSLContext, reach: Reach) -> aiohttp.ClientSession:
     """Return what talks to engines; `context` is for those by https. The caller closes it."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(
+        connector=Connector(
             limit=0, keepalive_timeout=_KEEPALIVE_S, ssl=context, resolver=CheckedResolver(reach)
         ),
         timeout=aiohttp.ClientTimeout(

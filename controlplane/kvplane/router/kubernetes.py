@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import structlog
 
+from kvplane.router.connections import Connector
 from kvplane.router.discovery import Found, OnFound, Roles, merged
 from kvplane.router.settings import KubernetesSettings, SettingsError, engine_url
 
@@ -197,7 +198,7 @@ class KubernetesSource:
                 if settings.api_url.startswith("https"):
                     verify = await asyncio.to_thread(ssl.create_default_context, cafile=settings.ca_file)
                 self._session = aiohttp.ClientSession(
-                    connector=aiohttp.TCPConnector(ssl=verify),
+                    connector=Connector(ssl=verify),
                     # A watch is silent between bookmarks, which come about once a minute.
                     timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=_WATCH_S + 30.0),
                 )

@@ -80,6 +80,15 @@ def parse_json(raw: bytes) -> Any:
     return value
 
 
+def read_object(raw: bytes) -> Body:
+    """Return a JSON object that an engine made; {} for anything else, such as one nested too deeply."""
+    try:
+        value = parse_json(raw)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 _TOO_DEEP = "The request body is nested too deeply."
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -314,7 +313,7 @@ class TurnServer:
         if claim is not None:
             location = claim.location
             params = {
-                **json.loads(location.kv_transfer_params),
+                **openai.read_object(location.kv_transfer_params),
                 "do_remote_decode": True,
                 "do_remote_prefill": False,
                 "kvplane": {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -69,6 +70,9 @@ _NOT_TO_CLIENTS = _HOP_BY_HOP | {
     "location",
     "set-cookie",
 }
+
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+"""What aiohttp reads in a header's value from an engine, and refuses to write."""
 
 _PULL_DETAILS = frozenset({"peer_breaker", "queued_too_long", "reset"})
 """Details that say more than their outcome, "cold"."""

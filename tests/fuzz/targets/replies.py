@@ -1,4 +1,4 @@
-"""What engines stream, through the router's reader by itself: split anywhere, out of order, huge, no UTF-8."""
+"""What engines stream, through the router's reader by itself: split anywhere, out of order, huge."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""A router between clients and engines, all of whose bytes are in memory: hostile clients, hostile engines."""
+"""A router between clients and engines, all their bytes in memory: hostile clients, hostile engines."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
-from unittest import mock
 from urllib.parse import quote
 
 from kvplane.client import convert
@@ -22,8 +22,8 @@ from tests.fakes.plane import FakePlane
 from tests.fuzz.chance import Chance
 from tests.fuzz.core import Target, Wrong
 from tests.fuzz.messages import make
-from tests.fuzz.network import Said, connector, exchange
-from tests.fuzz.talk import APIS, CHAT, FIELDS, PRIVATE, STEERED, Answer, Body, events, holds, reply, request
+from tests.fuzz.network import Said, connected, exchange
+from tests.fuzz.talk import APIS, CHAT, FIELDS, PRIVATE, STEERED, Answer, events, holds, reply, request
 from tests.fuzz.world import World, spoiled_json
 
 P, D1, D2 = "10.0.0.1:8100", "10.0.0.2:8200", "10.0.0.3:8200"
@@ -32,14 +32,15 @@ _GETS = ("/health", "/ready", "/metrics", "/version", "/v1/models", "/v1/models/
          "/debug/turns/x", "/", "/v1", "/openapi.json", "/v1/chat/completions")  # fmt: skip
 _HEADERS = (
     "Content-Type", "Content-Encoding", "x-request-id", "x-kvplane-path", "X-Conversation-ID", "X-Session-ID",
-    "x-request-timeout", "x-stainless-timeout", "x-data-parallel-rank", "Authorization", "x-api-key", "Expect",
-    "Cookie", "Accept-Encoding", "x-envoy-expected-rq-timeout-ms", "session-id", "Transfer-Encoding", "Host",
-    "Content-Length", "Connection", "traceparent", "Upgrade", "TE", "X-Odd\x01",
+    "x-request-timeout", "x-stainless-timeout", "x-data-parallel-rank", "Authorization", "x-api-key",
+    "Expect", "Cookie", "Accept-Encoding", "x-envoy-expected-rq-timeout-ms", "session-id",
+    "Transfer-Encoding", "Host", "Content-Length", "Connection", "traceparent", "Upgrade", "TE", "X-Odd\x01",
 )  # fmt: skip
 _VALUES = (
     "", "0", "1", "-1", "gzip", "identity", "chunked", "cold", "pull", "direct", "100-continue", "0.5", "nan",
     "1e400", "close", "keep-alive", "websocket", "x" * 300, "x" * 9000, "é", "a\tb", "application/json",
-    "multipart/form-data; boundary=x", "text/plain; charset=utf-16", "bearer x", "\x00", "999999999999999999999",
+    "multipart/form-data; boundary=x", "text/plain; charset=utf-16", "bearer x", "\x00",
+    "999999999999999999999",
 )  # fmt: skip
 _REFUSING = {"error": {"message": "no", "type": "BadRequestError", "param": None, "code": 400}}
 
@@ -92,20 +93,23 @@ class RouterTarget(Target):
             health=HealthLimits(consecutive_failures=0, min_requests=10**9),
             explained_turns=100,
         )
-        with mock.patch("aiohttp.TCPConnector", connector(self.engines)):
-            self.router = RouterServer(settings, plane=self.plane)
-            await self.router.start()
+        self._stack = ExitStack()
+        self._stack.enter_context(connected(self.engines))
+        self.router = RouterServer(settings, plane=self.plane)
+        await self.router.start()
         runner = self.router._runner
-        assert runner is not None and runner.server is not None
+        assert runner is not None
+        assert runner.server is not None
         self.server: Callable[[], Any] = runner.server
 
     async def stop(self) -> None:
         ended = list(self.router._ended)
         admission, bodies = self.router._admission, self.router._bodies
         await asyncio.sleep(2000)  # what was broken off has ended by then
-        left = (admission.requests, bodies.held_bytes)
-        left += tuple(engine.outstanding for engine in self.router.pool.engines)
+        outstanding = [engine.outstanding for engine in self.router.pool.engines]
+        left = [admission.requests, bodies.held_bytes, *outstanding]
         await self.router.stop()
+        self._stack.close()
         if ended:
             raise Wrong(f"the router's work ended: {ended}")
         if any(left):
@@ -228,9 +232,7 @@ def _form(raw: bytes, chance: Chance) -> bytes:
     )
 
 
-def _message(
-    method: str, path: str, body: bytes, chance: Chance, kind: str = "application/json"
-) -> bytes:
+def _message(method: str, path: str, body: bytes, chance: Chance, kind: str = "application/json") -> bytes:
     lines = [f"{method} {path} HTTP/1.1", "Host: r", "Connection: close", f"Content-Type: {kind}"]
     for _ in range(chance.pick((0, 0, 0, 1, 2))):
         name, value = chance.pick(_HEADERS), chance.pick(_VALUES)
@@ -297,7 +299,9 @@ class HostileEngines(RouterTarget):
             kind = "application/json"
         status = 200
         if chance.odds(wild / 2):
-            status = chance.pick((100, 102, 204, 206, 301, 302, 304, 400, 401, 404, 408, 413, 429, 500, 502, 503, 599))
+            status = chance.pick(
+                (100, 102, 204, 206, 301, 302, 304, 400, 401, 404, 408, 413, 429, 500, 502, 503, 599)
+            )
             if chance.odds(0.5):
                 made = json.dumps(spoiled_json(_REFUSING, chance, PRIVATE)).encode("utf-8", "surrogatepass")
         lines = [f"HTTP/1.1 {status} X", f"Content-Type: {kind}"]
