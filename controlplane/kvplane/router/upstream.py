@@ -203,7 +203,10 @@ def client_headers(headers: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in headers.items()
-        if (lower := name.lower()) not in _NOT_TO_CLIENTS and not lower.startswith(_OURS)
+        if (lower := name.lower()) not in _NOT_TO_CLIENTS
+        and not lower.startswith(_OURS)
+        and name.isprintable()
+        and (value.isprintable() or _CONTROL.search(value) is None)
     }
 
 
