@@ -69,6 +69,15 @@ class Context:
     def done(self) -> bool:
         return False
 
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:50000"
+
+    def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        return ()
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {}
+
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: object = ()) -> None:
         self.code, self.details = code, details
         raise Aborted
