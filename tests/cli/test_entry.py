@@ -75,7 +75,7 @@ def test_bash_itself_completes_commands_and_options(kvplane: Path) -> None:
     done = subprocess.run([bash, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     commands, options = done.stdout.split("\n\n")
-    assert set(commands.split()) == {"drain"}
+    assert set(commands.split()) == {"doctor", "drain"}
     assert options.split() == ["--no-wait"]
 
 

@@ -36,6 +36,9 @@ COMMANDS = {
         "explain",
         "Say how the router served a request: its path, why, what it expected and what came of it.",
     ),
+    "doctor": Place(
+        "doctor.command", "doctor", "Look for what keeps KV from being reused, and say how to mend it."
+    ),
     "end": Place("end", "end", "End a conversation: what is retained for it is freed at once."),
     "drain": Place("drain", "drain", "Take an engine out of use: nothing new is kept on it or read from it."),
     "store": Place("store", "store_app", "Check, copy, bring back and empty the store of a control plane."),

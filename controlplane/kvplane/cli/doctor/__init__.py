@@ -1,0 +1,1 @@
+"""`kvplane doctor`: what keeps KV from being reused, and how to mend it."""

@@ -1,0 +1,229 @@
+"""Looks at everything the doctor was shown: replicas, engines, routers. Changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvplane.cli.connection import Target
+from kvplane.cli.doctor.facts import (
+    EngineHttpFacts,
+    Facts,
+    Offset,
+    PlaneFacts,
+    RouterFacts,
+    SideChannel,
+)
+from kvplane.cli.engines import listed
+from kvplane.client import model as m
+from kvplane.client.errors import ControlPlaneError
+from kvplane.store.clock import SystemClock
+
+if TYPE_CHECKING:
+    import aiohttp
+
+_CONNECT_S = 3.0
+_MOST_ENGINES = 200
+"""Of those that are registered, how many are looked at themselves; enough to see what is wrong."""
+_DATE_ERROR_S = 1.0
+"""An HTTP date has whole seconds."""
+_MOST_BYTES = 4 << 20
+
+
+class Gatherer:
+    """Looks once. `step` is told before each part of it."""
+
+    def __init__(
+        self,
+        target: Target,
+        routers: Sequence[str],
+        engines: Sequence[str],
+        clock: SystemClock,
+        step: Callable[[str], None],
+    ) -> None:
+        self._target = target
+        self._routers = routers
+        self._engines = engines
+        self._clock = clock
+        self._step = step
+
+    async def gather(self) -> Facts:
+        """Return what there is to see; what does not answer is part of it."""
+        import aiohttp
+
+        self._step("asking control planes")
+        addresses = self._target.replicas()
+        planes = await asyncio.gather(*(self._plane(address) for address in addresses))
+        engines: tuple[m.Engine, ...] | None = None
+        if any(plane.status is not None or plane.too_old for plane in planes):
+            self._step("listing engines")
+            try:
+                engines = tuple(await listed(self._target))
+            except ControlPlaneError:
+                engines = None  # the replicas have said why
+        timeout = aiohttp.ClientTimeout(total=self._target.timeout_s, sock_connect=_CONNECT_S)
+        async with aiohttp.ClientSession(timeout=timeout, cookie_jar=aiohttp.DummyCookieJar()) as session:
+            self._step("asking routers")
+            routers = await asyncio.gather(*(self._router(session, url) for url in self._routers))
+            self._step("asking engines")
+            known = [e.spec.endpoint for e in (engines or ())[:_MOST_ENGINES] if e.spec.endpoint]
+            urls = dict.fromkeys([*self._engines, *known])
+            https = await asyncio.gather(*(self._engine(session, url) for url in urls))
+        self._step("connecting to side channels")
+        settings = [e.spec.settings for e in (engines or ())[:_MOST_ENGINES] if e.spec.settings is not None]
+        channels = dict.fromkeys(
+            (said.side_channel_host, said.side_channel_port)
+            for said in settings
+            if said.side_channel_host and said.side_channel_port
+        )
+        side_channels = await asyncio.gather(*(_connect(host, port) for host, port in channels))
+        return Facts(tuple(planes), engines, tuple(routers), tuple(https), tuple(side_channels))
+
+    def _offset(self, then_s: float, sent_s: float, *, error_s: float = 0.0) -> Offset:
+        """Return how far ahead a clock is that read `then_s` between `sent_s` and now."""
+        half = (self._now_s() - sent_s) / 2
+        return Offset(then_s - (sent_s + half), half + error_s)
+
+    def _now_s(self) -> float:
+        return self._clock.machine_ms() / 1000
+
+    async def _plane(self, address: str) -> PlaneFacts:
+        import grpc
+
+        async with self._target.client(address) as client:
+            try:
+                await client.get_status()  # connects: the next one measures
+                sent_s = self._now_s()
+                status = await client.get_status()
+            except ControlPlaneError as error:
+                cause = error.__cause__
+                code = cause.code() if isinstance(cause, grpc.aio.AioRpcError) else None
+                said = " ".join(str(error).split())[:300]
+                return PlaneFacts(address, None, said, too_old=code is grpc.StatusCode.UNIMPLEMENTED)
+        fleet = self._offset(status.fleet_time_s, sent_s)
+        clock = self._offset(status.clock_time_s, sent_s)
+        return PlaneFacts(address, status, fleet=fleet, clock=clock)
+
+    async def _router(self, session: aiohttp.ClientSession, url: str) -> RouterFacts:
+        sent_s = self._now_s()
+        health = await _json(session, f"{url}/health")
+        clock = self._date(health, sent_s)
+        if health.trouble or not isinstance(health.body, dict) or "status" not in health.body:
+            return RouterFacts(url, health.trouble or "what answers there is no router of kvplane's")
+        ready, text = await asyncio.gather(_json(session, f"{url}/ready"), _text(session, f"{url}/metrics"))
+        requests = sum(samples(text.text, "kvplane_router_requests_total").values())
+        body = ready.body if isinstance(ready.body, dict) else {}
+        return RouterFacts(url, "", health.body, body, requests, clock)
+
+    async def _engine(self, session: aiohttp.ClientSession, url: str) -> EngineHttpFacts:
+        asked_for = url in self._engines
+        sent_s = self._now_s()
+        health = await _text(session, f"{url}/health")
+        clock = self._date(health, sent_s)
+        if health.trouble or health.status != 200:
+            trouble = health.trouble or f"it answers {health.status} to GET /health"
+            return EngineHttpFacts(url, asked_for, trouble, clock=clock)
+        version, metrics = await asyncio.gather(
+            _json(session, f"{url}/version"), _text(session, f"{url}/metrics")
+        )
+        said = version.body.get("version", "") if isinstance(version.body, dict) else ""
+        has_metrics = metrics.status == 200 and "vllm:" in metrics.text
+        return EngineHttpFacts(
+            url,
+            asked_for,
+            "",
+            str(said)[:64],
+            labels_of(metrics.text, "vllm:cache_config_info") if has_metrics else {},
+            has_metrics,
+            "kvplane_connector_" in metrics.text,
+            clock,
+        )
+
+    def _date(self, answer: _Answer, sent_s: float) -> Offset | None:
+        """Return how far ahead the clock of a server is, by the date of its answer."""
+        try:
+            then = email.utils.parsedate_to_datetime(answer.date)
+        except (TypeError, ValueError):
+            return None
+        # The date was cut to whole seconds: half of one is missing, on average.
+        return self._offset(then.timestamp() + _DATE_ERROR_S / 2, sent_s, error_s=_DATE_ERROR_S / 2)
+
+
+class _Answer:
+    """An HTTP answer. `trouble` says why there is none."""
+
+    def __init__(
+        self, trouble: str = "", status: int = 0, text: str = "", body: Any = None, date: str = ""
+    ) -> None:
+        self.trouble = trouble
+        self.status = status
+        self.text = text
+        self.body = body
+        self.date = date
+
+
+async def _text(session: aiohttp.ClientSession, url: str) -> _Answer:
+    import aiohttp
+
+    try:
+        async with session.get(url, allow_redirects=False) as response:
+            raw = await response.content.read(_MOST_BYTES)
+            while len(raw) < _MOST_BYTES and (more := await response.content.read(_MOST_BYTES - len(raw))):
+                raw += more
+            date = response.headers.get("Date", "")
+            return _Answer("", response.status, raw.decode("utf-8", "replace"), None, date)
+    except TimeoutError:
+        return _Answer("it does not answer in time")
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        return _Answer(" ".join(str(error).split())[:300] or type(error).__name__)
+
+
+async def _json(session: aiohttp.ClientSession, url: str) -> _Answer:
+    import json
+
+    answer = await _text(session, url)
+    try:
+        answer.body = json.loads(answer.text) if answer.text else None
+    except ValueError:
+        answer.body = None
+    return answer
+
+
+async def _connect(host: str, port: int) -> SideChannel:
+    trouble = ""
+    try:
+        async with asyncio.timeout(_CONNECT_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), port)
+    except TimeoutError:
+        trouble = f"no connection within {_CONNECT_S:g} s"
+    except (OSError, UnicodeError) as error:
+        trouble = (error.strerror if isinstance(error, OSError) else "") or str(error) or "no connection"
+    else:
+        writer.close()
+    return SideChannel(host, port, trouble)
+
+
+def samples(text: str, name: str) -> dict[str, float]:
+    """Return a metric's values by its labels as they are written, from text in Prometheus' format."""
+    found = dict[str, float]()
+    for line in text.splitlines():
+        label, _, value = line.rpartition(" ")
+        if label.partition("{")[0] == name:
+            try:
+                found[label.removeprefix(name)] = float(value)
+            except ValueError:
+                continue
+    return found
+
+
+def labels_of(text: str, name: str) -> dict[str, str]:
+    """Return the labels of the first sample of a metric."""
+    for labels in samples(text, name):
+        pairs = (pair.partition("=") for pair in labels.strip("{}").split(","))
+        return {key.strip(): value.strip('"') for key, _, value in pairs}
+    return {}
+
+
+Gather = Callable[[], Awaitable[Facts]]
