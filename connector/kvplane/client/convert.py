@@ -252,9 +252,15 @@ def status_from_wire(wire: status_pb2.GetStatusResponse) -> m.PlaneStatus:
             quota_bytes=store.quota_bytes,
         ),
         replicas=tuple(m.ReplicaStatus(r.replica_id, r.version, seconds(r.age)) for r in wire.replicas),
+        counts=_counts_from_wire(wire.counts) if wire.HasField("counts") else None,
     )
 
 
 def renewal_to_wire(request_id: m.RequestId, ttl_s: float) -> common_pb2.Renewal:
     """Return a renewal as a message."""
     return common_pb2.Renewal(request_id=request_id, ttl=duration(ttl_s))
+
+
+def _counts_from_wire(wire: status_pb2.PlaneCounts) -> m.PlaneCounts:
+    members = {name: getattr(wire, name) for name in wire.DESCRIPTOR.fields_by_name}
+    return m.PlaneCounts(**{**members, "misses": dict(wire.misses)})

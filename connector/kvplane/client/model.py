@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
@@ -283,6 +284,18 @@ class ReplicaStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class PlaneCounts:
+    """What a replica counted since it started; `misses` by MissReason's values."""
+
+    turns: int = 0
+    hits: int = 0
+    misses: Mapping[str, int] = field(default_factory=dict)
+    claims: int = 0
+    claims_missed: int = 0
+    announcements: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class PlaneStatus:
     """How a replica does. `fleet_time_s` and `clock_time_s` are seconds since 1970 at one moment."""
 
@@ -295,6 +308,8 @@ class PlaneStatus:
     settings: PlaneSettings
     store: StoreStatus
     replicas: tuple[ReplicaStatus, ...] = ()
+    counts: PlaneCounts | None = None
+    """None if an older one does not count."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,7 +170,10 @@ def problem(target: Target, error: ControlPlaneError) -> str:
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return f"{where}: what answers there is no control plane, or one older than this command: upgrade it"
     if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-        return f"{where}: refused: {said}"
+        return (
+            f"{where}: refused: {said}; show it a certificate (--plane-cert, --plane-key) or a token"
+            " (--plane-token-file) of a role that may: viewer to look, admin to change"
+        )
     if not isinstance(error, ControlPlaneUnavailableError):
         return f"{where}: {said}"
     if error.reason:

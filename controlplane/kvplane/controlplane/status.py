@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvplane.controlplane import model as m
 from kvplane.controlplane.ledger import Ledger
 from kvplane.controlplane.replicas import VERSION, Replicas
+from kvplane.controlplane.tally import Tally
 from kvplane.store.base import StoreFacts
 from kvplane.store.clock import Clock
 from kvplane.store.errors import StoreError
@@ -59,6 +60,11 @@ class Status:
         self._facts = StoreFacts()
         self._caution = ""
         self._asked_at = float("-inf")
+
+    @property
+    def tally(self) -> Tally:
+        """What the replica has counted."""
+        return self._ledger.tally
 
     @property
     def shared(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 from kvplane.controlplane import convert
 from kvplane.controlplane import model as m
 from kvplane.controlplane.status import Status, StoreStatus
+from kvplane.controlplane.tally import HIT, Tally
 from kvplane.v1 import status_pb2, status_pb2_grpc
 
 
@@ -29,11 +30,21 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
             settings=_settings(self._status.settings),
             store=_store(status.store, shared=self._status.shared),
         )
+        _count(answer.counts, self._status.tally)
         answer.fleet_time.FromMilliseconds(status.fleet_ms)
         answer.clock_time.FromMilliseconds(status.clock_ms)
         for replica_id, version, age_s in status.replicas:
             answer.replicas.add(replica_id=replica_id, version=version, age=convert.duration(age_s))
         return answer
+
+
+def _count(wire: status_pb2.PlaneCounts, tally: Tally) -> None:
+    wire.turns, wire.hits = sum(tally.begun), tally.begun[HIT]
+    for reason in m.MissReason:
+        if number := tally.begun[reason]:
+            wire.misses[reason.name.lower()] = number
+    wire.claims, wire.claims_missed = tally.claims[HIT], sum(tally.claims) - tally.claims[HIT]
+    wire.announcements = tally.announcements[m.AnnounceOutcome.ACCEPTED]
 
 
 def _settings(value: m.Settings) -> status_pb2.PlaneSettings:

@@ -26,13 +26,15 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvplane/v1/status.proto\x12\nkvplane.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xd2\x02\n\rPlaneSettings\x12/\n\x0clocation_ttl\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rmin_remaining\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rclaim_timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x63laim_grace\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0c\x65ngine_lease\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rmax_staleness\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x11max_conversations\x18\x07 \x01(\x03\"\xd3\x01\n\x0bStoreStatus\x12\x0e\n\x06shared\x18\x01 \x01(\x08\x12*\n\x07latency\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tstaleness\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07trouble\x18\x04 \x01(\t\x12\x0f\n\x07\x63\x61ution\x18\x05 \x01(\t\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\x12\n\nsize_bytes\x18\x07 \x01(\x03\x12\x13\n\x0bquota_bytes\x18\x08 \x01(\x03\"\\\n\rReplicaStatus\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12&\n\x03\x61ge\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x12\n\x10GetStatusRequest\"\xd6\x02\n\x11GetStatusResponse\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0f\n\x07serving\x18\x03 \x01(\x08\x12)\n\x06uptime\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\nfleet_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nclock_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x08settings\x18\x07 \x01(\x0b\x32\x19.kvplane.v1.PlaneSettings\x12&\n\x05store\x18\x08 \x01(\x0b\x32\x17.kvplane.v1.StoreStatus\x12+\n\x08replicas\x18\t \x03(\x0b\x32\x19.kvplane.v1.ReplicaStatus2Y\n\rStatusService\x12H\n\tGetStatus\x12\x1c.kvplane.v1.GetStatusRequest\x1a\x1d.kvplane.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvplane/v1/status.proto\x12\nkvplane.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xd2\x02\n\rPlaneSettings\x12/\n\x0clocation_ttl\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rmin_remaining\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rclaim_timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x63laim_grace\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0c\x65ngine_lease\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rmax_staleness\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x11max_conversations\x18\x07 \x01(\x03\"\xd3\x01\n\x0bStoreStatus\x12\x0e\n\x06shared\x18\x01 \x01(\x08\x12*\n\x07latency\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tstaleness\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07trouble\x18\x04 \x01(\t\x12\x0f\n\x07\x63\x61ution\x18\x05 \x01(\t\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\x12\n\nsize_bytes\x18\x07 \x01(\x03\x12\x13\n\x0bquota_bytes\x18\x08 \x01(\x03\"\\\n\rReplicaStatus\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12&\n\x03\x61ge\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x12\n\x10GetStatusRequest\"\xff\x02\n\x11GetStatusResponse\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0f\n\x07serving\x18\x03 \x01(\x08\x12)\n\x06uptime\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\nfleet_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nclock_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x08settings\x18\x07 \x01(\x0b\x32\x19.kvplane.v1.PlaneSettings\x12&\n\x05store\x18\x08 \x01(\x0b\x32\x17.kvplane.v1.StoreStatus\x12+\n\x08replicas\x18\t \x03(\x0b\x32\x19.kvplane.v1.ReplicaStatus\x12\'\n\x06\x63ounts\x18\n \x01(\x0b\x32\x17.kvplane.v1.PlaneCounts\"\xcc\x01\n\x0bPlaneCounts\x12\r\n\x05turns\x18\x01 \x01(\x03\x12\x0c\n\x04hits\x18\x02 \x01(\x03\x12\x33\n\x06misses\x18\x03 \x03(\x0b\x32#.kvplane.v1.PlaneCounts.MissesEntry\x12\x0e\n\x06\x63laims\x18\x04 \x01(\x03\x12\x15\n\rclaims_missed\x18\x05 \x01(\x03\x12\x15\n\rannouncements\x18\x06 \x01(\x03\x1a-\n\x0bMissesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x32Y\n\rStatusService\x12H\n\tGetStatus\x12\x1c.kvplane.v1.GetStatusRequest\x1a\x1d.kvplane.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvplane.v1.status_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_PLANECOUNTS_MISSESENTRY']._loaded_options = None
+  _globals['_PLANECOUNTS_MISSESENTRY']._serialized_options = b'8\001'
   _globals['_PLANESETTINGS']._serialized_start=105
   _globals['_PLANESETTINGS']._serialized_end=443
   _globals['_STORESTATUS']._serialized_start=446
@@ -42,7 +44,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSREQUEST']._serialized_start=753
   _globals['_GETSTATUSREQUEST']._serialized_end=771
   _globals['_GETSTATUSRESPONSE']._serialized_start=774
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1116
-  _globals['_STATUSSERVICE']._serialized_start=1118
-  _globals['_STATUSSERVICE']._serialized_end=1207
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1157
+  _globals['_PLANECOUNTS']._serialized_start=1160
+  _globals['_PLANECOUNTS']._serialized_end=1364
+  _globals['_PLANECOUNTS_MISSESENTRY']._serialized_start=1319
+  _globals['_PLANECOUNTS_MISSESENTRY']._serialized_end=1364
+  _globals['_STATUSSERVICE']._serialized_start=1366
+  _globals['_STATUSSERVICE']._serialized_end=1455
 # @@protoc_insertion_point(module_scope)

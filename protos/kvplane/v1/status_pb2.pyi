@@ -60,7 +60,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("replica_id", "version", "serving", "uptime", "fleet_time", "clock_time", "settings", "store", "replicas")
+    __slots__ = ("replica_id", "version", "serving", "uptime", "fleet_time", "clock_time", "settings", "store", "replicas", "counts")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVING_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,7 @@ class GetStatusResponse(_message.Message):
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     version: str
     serving: bool
@@ -79,4 +80,28 @@ class GetStatusResponse(_message.Message):
     settings: PlaneSettings
     store: StoreStatus
     replicas: _containers.RepeatedCompositeFieldContainer[ReplicaStatus]
-    def __init__(self, replica_id: _Optional[str] = ..., version: _Optional[str] = ..., serving: bool = ..., uptime: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., fleet_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., clock_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., settings: _Optional[_Union[PlaneSettings, _Mapping]] = ..., store: _Optional[_Union[StoreStatus, _Mapping]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ...) -> None: ...
+    counts: PlaneCounts
+    def __init__(self, replica_id: _Optional[str] = ..., version: _Optional[str] = ..., serving: bool = ..., uptime: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., fleet_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., clock_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., settings: _Optional[_Union[PlaneSettings, _Mapping]] = ..., store: _Optional[_Union[StoreStatus, _Mapping]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., counts: _Optional[_Union[PlaneCounts, _Mapping]] = ...) -> None: ...
+
+class PlaneCounts(_message.Message):
+    __slots__ = ("turns", "hits", "misses", "claims", "claims_missed", "announcements")
+    class MissesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    CLAIMS_FIELD_NUMBER: _ClassVar[int]
+    CLAIMS_MISSED_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCEMENTS_FIELD_NUMBER: _ClassVar[int]
+    turns: int
+    hits: int
+    misses: _containers.ScalarMap[str, int]
+    claims: int
+    claims_missed: int
+    announcements: int
+    def __init__(self, turns: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[_Mapping[str, int]] = ..., claims: _Optional[int] = ..., claims_missed: _Optional[int] = ..., announcements: _Optional[int] = ...) -> None: ...

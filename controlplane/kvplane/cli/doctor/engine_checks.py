@@ -128,7 +128,9 @@ def check_announcing(facts: Facts) -> Iterator[Finding]:
                 " no pipeline"
                 " parallelism; or route such a model past kvplane",
             )
-    turns = sum(router.requests for router in facts.routers)
+    routed = sum(router.requests for router in facts.routers)
+    begun = sum(status.counts.turns for status in facts.statuses if status.counts is not None)
+    turns = max(routed, begun)
     for engine in facts.decode():
         said, held, load = engine.spec.settings, engine.holdings, engine.load
         served = turns > 0 or (load is not None and load.running_requests > 0)
@@ -138,7 +140,7 @@ def check_announcing(facts: Facts) -> Iterator[Finding]:
             yield problem(
                 "announces_nothing",
                 f"{engine.spec.engine_id} has announced nothing, although turns were served",
-                f"{turns:.0f} turns at the routers, {running} requests on it now; no announcement in"
+                f"{turns:.0f} turns, {running} requests on it now; no announcement in"
                 f" {engine.registered_s:.0f} s",
                 "have its turns begun by kvplane's router, or by prefill engines with the connector; see"
                 " kvplane_retain_fraction above 0, and retention_summary in the engine's log for why not",
