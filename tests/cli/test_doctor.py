@@ -102,12 +102,18 @@ async def test_what_is_found_is_said_with_its_fix_and_by_the_exit_code(f: Fleet)
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--router", "r:1"), ("--engine", "ftp://x"), ("--plane", "x"), ("--plane-ca", "/nowhere")]
+    ("arguments", "said"),
+    [
+        (("--router", "r:1"), "--router"),
+        (("--engine", "ftp://x"), "--engine"),
+        (("--plane", "x"), "--plane"),
+        (("--plane-ca", "/nowhere"), "/nowhere: no such file"),
+    ],
 )
-async def test_what_cannot_be_looked_at_is_refused(arguments: tuple[str, str]) -> None:
+async def test_what_cannot_be_looked_at_is_refused(arguments: tuple[str, str], said: str) -> None:
     done = await run("doctor", *arguments)
     assert done.code == 2
-    assert arguments[0].removesuffix("-ca") in done.error
+    assert said in done.error
 
 
 # The control plane
