@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import pytest
 
 from kvplane.client import events as ev
 from kvplane.client import model as m
+from kvplane.client.credentials import SecuritySettings
 from kvplane.client.sync import EngineSessionThread
 from kvplane.connector.asking import Asker
 from kvplane.connector.fingerprint import Context, make_chain
 from kvplane.connector.inquiry import Answer, Question
+from kvplane.controlplane.security import SecuritySettings as ServerSecurity
 from kvplane.controlplane.server import ControlPlaneServer
 from kvplane.store.clock import SystemClock
 from kvplane.store.memory import MemoryStore
@@ -27,10 +29,15 @@ SYSTEM = list(range(2000, 2100))
 class Fleet:
     """A control plane, a decode engine, and as many prefill engines as a test makes."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        security: ServerSecurity | None = None,
+        shown: Mapping[m.EngineRole, SecuritySettings] | None = None,
+    ) -> None:
         self.clock = SystemClock()
         self.store = MemoryStore(self.clock)
-        self.server = ControlPlaneServer(self.store, self.clock)
+        self.server = ControlPlaneServer(self.store, self.clock, security=security)
+        self.shown = shown or {}
         self.address = ""
         self.sessions: list[EngineSessionThread] = []
         self.numbers = itertools.count()
@@ -44,7 +51,8 @@ class Fleet:
 
     async def session(self, engine_id: str, role: m.EngineRole) -> EngineSessionThread:
         profile = m.EngineProfile(model="m", block_size=16)
-        session = EngineSessionThread(self.address, m.EngineSpec(m.EngineId(engine_id), role, profile))
+        spec, security = m.EngineSpec(m.EngineId(engine_id), role, profile), self.shown.get(role)
+        session = await asyncio.to_thread(EngineSessionThread, self.address, spec, security=security)
         self.sessions.append(session)
         session.start()
         await until(lambda: session.attached)

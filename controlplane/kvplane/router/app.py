@@ -160,6 +160,10 @@ class RouterServer:
                 self._front = await self._current(Tls("the router's certificate", settings.tls))
         except (KeyFileError, FileProblemError) as error:
             raise RouterStartError(str(error)) from None
+        try:
+            credentials = await asyncio.to_thread(open_credentials, settings.plane_security)
+        except FileError as error:
+            raise RouterStartError(f"credentials for the control plane: {error}") from None
         self._session = session = engine_session(settings, to_engines, reach)
         self._explanations = Explanations(settings.explained_turns, monotonic, remote=settings.debug_remote)
         self._bodies = Bodies(
@@ -184,10 +188,6 @@ class RouterServer:
         client: PlaneClient | None = self._plane_client
         turns: TurnsClient | None = self._plane_client
         if client is None and settings.plane_address is not None:
-            try:
-                credentials = await asyncio.to_thread(open_credentials, settings.plane_security)
-            except FileError as error:
-                raise RouterStartError(f"credentials for the control plane: {error}") from None
             client = self._own_client = ControlPlaneClient(settings.plane_address, credentials=credentials)
             turns = self._own_turns = TurnsStream(self._own_client.open_turns)
         if client is not None and turns is not None:
