@@ -85,6 +85,7 @@ class Identity:
         return False
 
 
+@lru_cache(maxsize=4096)  # engines say the same with every announcement
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         return ipaddress.ip_address(host)
