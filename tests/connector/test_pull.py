@@ -230,3 +230,9 @@ def test_what_counts_as_an_offer() -> None:
 @given(st.dictionaries(st.sampled_from(sorted(offer([1]))), st.none() | st.integers() | st.text(max_size=3)))
 def test_garbage_is_never_an_error(changes: dict[str, Any]) -> None:
     plan(offer(list(range(200)), **changes), list(range(300)))
+
+
+def test_params_without_blocks_pull_nothing() -> None:
+    params = offer(list(range(100)))
+    del params["remote_block_ids"]
+    assert plan(params, list(range(100))).tokens == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from tests.fuzz.core import Target
+from tests.fuzz.targets.configs import Configs, Kubernetes
+from tests.fuzz.targets.connectors import Answers, Params, TurnsClient
 from tests.fuzz.targets.replies import Replies
 from tests.fuzz.targets.router import Clients, HostileEngines
 from tests.fuzz.targets.rpcs import Rpcs, RpcStreams
@@ -10,5 +12,19 @@ from tests.fuzz.targets.stored import Records, StoredStreams, StoredValues
 
 TARGETS: dict[str, type[Target]] = {
     kind.name: kind
-    for kind in (Rpcs, RpcStreams, Records, StoredValues, StoredStreams, Replies, Clients, HostileEngines)
+    for kind in (
+        Rpcs,
+        RpcStreams,
+        Records,
+        StoredValues,
+        StoredStreams,
+        Replies,
+        Clients,
+        HostileEngines,
+        Configs,
+        Kubernetes,
+        Params,
+        Answers,
+        TurnsClient,
+    )
 }

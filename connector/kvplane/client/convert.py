@@ -18,6 +18,14 @@ _ROLES = {
 
 # By number: asked for the name of one that it does not know, protobuf raises.
 _MISSES = {common_pb2.MissReason.Value(f"MISS_REASON_{reason.name}"): reason for reason in m.MissReason}
+_OUTCOMES = {
+    common_pb2.AnnounceOutcome.Value(f"ANNOUNCE_OUTCOME_{outcome.name}"): outcome
+    for outcome in m.AnnounceOutcome
+}
+_RELEASED = {
+    common_pb2.ReleaseOutcome.Value(f"RELEASE_OUTCOME_{outcome.name}"): outcome
+    for outcome in m.ReleaseOutcome
+}
 _RELEASES = {
     engine_pb2.ReleaseReason.Value(f"RELEASE_REASON_{reason.name}"): reason for reason in m.ReleaseReason
 }
@@ -124,16 +132,14 @@ def begun_from_wire(wire: location_pb2.BeginTurnResponse, asked: m.ConversationK
 
 
 def announcement_result_from_wire(wire: common_pb2.AnnouncementResult) -> m.AnnouncementResult:
-    """Return an announcement's result as a value."""
-    name = common_pb2.AnnounceOutcome.Name(wire.outcome).removeprefix("ANNOUNCE_OUTCOME_")
-    return m.AnnouncementResult(
-        m.RequestId(wire.request_id), m.AnnounceOutcome[name], seconds(wire.granted_ttl), wire.detail
-    )
+    """Return an announcement's result as a value; an outcome this client does not know counts as refused."""
+    outcome = _OUTCOMES.get(wire.outcome, m.AnnounceOutcome.REFUSED)
+    return m.AnnouncementResult(m.RequestId(wire.request_id), outcome, seconds(wire.granted_ttl), wire.detail)
 
 
 def release_outcome_from_wire(outcome: common_pb2.ReleaseOutcome) -> m.ReleaseOutcome:
-    """Return a release's outcome."""
-    return m.ReleaseOutcome[common_pb2.ReleaseOutcome.Name(outcome).removeprefix("RELEASE_OUTCOME_")]
+    """Return a release's outcome; of one this client does not know the blocks are kept, as if claimed."""
+    return _RELEASED.get(outcome, m.ReleaseOutcome.CLAIMED)
 
 
 def release_reason_from_wire(reason: engine_pb2.ReleaseReason) -> m.ReleaseReason:

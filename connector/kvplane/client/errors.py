@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import grpc
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 
@@ -95,12 +98,12 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> ControlPlaneError:
     for key, value in error.trailing_metadata() or ():
         if key != "grpc-status-details-bin" or not isinstance(value, bytes):
             continue
-        status = status_pb2.Status.FromString(value)
-        for detail in status.details:
-            info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
-            if detail.Unpack(info):
-                reason, metadata = info.reason, {**metadata, **info.metadata}
-            elif detail.Unpack(bad) and bad.field_violations:
-                metadata["field"] = bad.field_violations[0].field
+        with contextlib.suppress(DecodeError):  # what is no detail tells no more than the status
+            for detail in status_pb2.Status.FromString(value).details:
+                info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+                if detail.Unpack(info):
+                    reason, metadata = info.reason, {**metadata, **info.metadata}
+                elif detail.Unpack(bad) and bad.field_violations:
+                    metadata["field"] = bad.field_violations[0].field
     kind = _BY_REASON.get(reason) or _BY_CODE.get(error.code(), ControlPlaneError)
     return kind(error.details() or error.code().name, reason=reason, metadata=metadata)

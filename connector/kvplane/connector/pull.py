@@ -60,7 +60,7 @@ def plan_pull(
         return PullPlan(0, None, Outcome.NO_FINGERPRINT, "malformed_params")
     if too_late:
         return PullPlan(0, None, Outcome.COLD, "queued_too_long")
-    blocks, count = params["remote_block_ids"], params.get("remote_num_tokens")
+    blocks, count = params.get("remote_block_ids") or [], params.get("remote_num_tokens")
     nothing: list[list[int]] = [[] for _ in layout.groups]
     promise = read_promise(params)
     if promise is None or context is None:

@@ -372,7 +372,7 @@ def _check_file(file: Path) -> dict[str, Any]:
         tables = tomllib.loads(file.read_text())
     except OSError as error:
         raise ConfigError(f"--config {file}: {(error.strerror or 'cannot be read').lower()}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"--config {file}: not TOML: {error}") from None
     for name, value in tables.items():
         if name not in Config.model_fields and isinstance(value, dict):

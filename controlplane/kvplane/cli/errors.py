@@ -6,6 +6,14 @@ from __future__ import annotations
 class ConfigError(ValueError):
     """Configuration that cannot work: one line that names the option and the remedy."""
 
+    def __init__(self, text: str) -> None:
+        super().__init__(text if text.isprintable() else "".join(map(_printable, text)))
+
+
+def _printable(character: str) -> str:
+    """Return a character as a line can show it: values from files and the environment may hold any."""
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
+
 
 class StartError(Exception):
     """The program cannot start: one line that says why and what to do."""

@@ -28,6 +28,9 @@ _MAX_IDENTITIES = 10_000
 class AccessFileError(ValueError):
     """An access file cannot be used: one line that says where and what to do."""
 
+    def __init__(self, text: str) -> None:
+        super().__init__(text if text.isprintable() else ascii(text)[1:-1])  # a name may hold a line's end
+
 
 @lru_cache(maxsize=4096)
 def _pattern(glob: str) -> re.Pattern[str]:
@@ -148,7 +151,7 @@ def load_access(path: str) -> AccessList:
         raise AccessFileError(str(error)) from None
     except UnicodeDecodeError:
         raise AccessFileError(f"{path}: not UTF-8 text") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise AccessFileError(f"{path}: not TOML: {error}") from None
     for name in content:
         if name != "identity":

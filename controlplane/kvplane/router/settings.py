@@ -23,6 +23,10 @@ _HOST = re.compile(rf"(?=.{{1,253}}\.?$){_LABEL}(\.{_LABEL})*\.?|[0-9a-f.]*:[0-9
 class SettingsError(ValueError):
     """A setting is unusable; the text is one line that names the flag and the remedy."""
 
+    def __init__(self, text: str) -> None:
+        # A value that is shown may hold whatever a file or the environment can.
+        super().__init__(text if text.isprintable() else ascii(text)[1:-1])
+
 
 def engine_url(value: str, flag: str = "--decode") -> str:
     """Return an engine's base URL in its one spelling: lower-case host, no default port, no slash at the end.
