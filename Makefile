@@ -38,10 +38,16 @@ lint: venv
 	$(BIN)/mypy $(SOURCES)
 	$(BIN)/lint-imports
 	$(BIN)/python protos/generate.py --check
+	$(BIN)/python protos/reference.py --check
+	$(BIN)/python -m deploy.reference.options --check
+	$(BIN)/python -m deploy.reference.drawings --check
 	$(BIN)/buf lint
 
 generate: venv
 	$(BIN)/python protos/generate.py
+	$(BIN)/python protos/reference.py
+	$(BIN)/python -m deploy.reference.options
+	$(BIN)/python -m deploy.reference.drawings
 
 venv: $(STAMP)
 

@@ -178,6 +178,16 @@ _TABLE: dict[type[Exception], tuple[grpc.StatusCode, str]] = {
 _RETRY_DELAY_MS = 200
 
 
+def refusals() -> dict[str, tuple[grpc.StatusCode, list[str]]]:
+    """Return every reason there is, with its status and what it means: what the API reference is made of."""
+    found: dict[str, tuple[grpc.StatusCode, list[str]]] = {}
+    for kind, (code, reason) in _TABLE.items():
+        meaning = " ".join((kind.__doc__ or "").split())
+        found.setdefault(reason, (code, []))[1].append(meaning)
+    found["INTERNAL"] = (_Code.INTERNAL, ["A fault of the control plane's, whose log has the request_id."])
+    return found
+
+
 def status_of(error: Exception, request_id: str) -> tuple[grpc.StatusCode, str, str, bytes]:
     """Return (code, message, reason, serialized google.rpc.Status) for any exception of a handler.
 
