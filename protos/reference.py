@@ -158,8 +158,16 @@ class Reference:
             meaning = self._told(comments.of(_MESSAGES, at, _INNER, number))
             if field.HasField("oneof_index") and not field.proto3_optional:
                 meaning += f" *(one of `{message.oneof_decl[field.oneof_index].name}`)*"
-            yield f"| `{field.name}` | {field.number} | {self._type(field)} | {meaning} |"
+            shown = self._map(message, field) or self._type(field)
+            yield f"| `{field.name}` | {field.number} | {shown} | {meaning} |"
         yield ""
+
+    def _map(self, message: DescriptorProto, field: FieldDescriptorProto) -> str:
+        """Return the type of a map's field, "" if it is none: to the compiler it is a list of entries."""
+        for entry in message.nested_type:
+            if entry.options.map_entry and field.type_name == f"{_PACKAGE}{message.name}.{entry.name}":
+                return f"map of {self._type(entry.field[0])} to {self._type(entry.field[1])}"
+        return ""
 
     def _type(self, field: FieldDescriptorProto) -> str:
         if field.type_name.startswith(_PACKAGE):
