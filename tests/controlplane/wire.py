@@ -15,6 +15,7 @@ from kvplane.controlplane.quotas import TenantLimits
 from kvplane.controlplane.server import ControlPlaneServer
 from kvplane.store.memory import MemoryStore
 from kvplane.store.testing import FaultInjectingStore, ManualClock
+from kvplane.tracing.context import Tracer
 from kvplane.v1 import common_pb2, engine_pb2, location_pb2
 from tests.controlplane.harness import PARAMS
 
@@ -25,13 +26,15 @@ SPEC = cm.EngineSpec(cm.EngineId("d"), cm.EngineRole.DECODE, cm.EngineProfile(mo
 class Wire:
     """A server over a store that can fail, and clients of it."""
 
-    def __init__(self, limits: TenantLimits | None = None, *, metered: bool = False) -> None:
+    def __init__(
+        self, limits: TenantLimits | None = None, *, metered: bool = False, tracer: Tracer | None = None
+    ) -> None:
         self.clock = ManualClock()
         self.memory = MemoryStore(self.clock)
         self.store = FaultInjectingStore(self.memory)
         self.meter = Meter(self.clock) if metered else None
         store = self.store if self.meter is None else self.meter.instrument(self.store)
-        self.server = ControlPlaneServer(store, self.clock, limits=limits, meter=self.meter)
+        self.server = ControlPlaneServer(store, self.clock, limits=limits, meter=self.meter, tracer=tracer)
         self.address = ""
 
     async def start(self) -> None:

@@ -14,6 +14,7 @@ from kvplane.client.credentials import Credentials, Metadata
 from kvplane.client.errors import from_rpc_error
 from kvplane.client.link import Link, open_channel
 from kvplane.client.streams import streamed
+from kvplane.tracing.context import CURRENT, HEADER
 from kvplane.v1 import (
     engine_pb2,
     engine_pb2_grpc,
@@ -62,7 +63,9 @@ class ControlPlaneClient:
 
     @property
     def _metadata(self) -> Metadata | None:
-        return self._link.metadata
+        if (span := CURRENT.get()) is None:
+            return self._link.metadata
+        return (*(self._link.metadata or ()), (HEADER, span.traceparent))
 
     async def __aenter__(self) -> Self:
         return self

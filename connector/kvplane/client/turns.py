@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
+from contextvars import copy_context
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -14,6 +15,7 @@ from kvplane.client import convert
 from kvplane.client import model as m
 from kvplane.client.errors import ControlPlaneError, ControlPlaneUnavailableError, from_rpc_error, from_status
 from kvplane.client.logs import get_logger, trace
+from kvplane.tracing.context import CURRENT
 from kvplane.v1 import location_pb2 as pb
 
 T = TypeVar("T")
@@ -175,13 +177,17 @@ class TurnsStream:
     async def _ask(self, operation: pb.TurnsOperation, timeout_s: float | None) -> pb.TurnsResult:
         if self._closed:
             raise ControlPlaneUnavailableError("the client is closed")
+        if (span := CURRENT.get()) is not None:
+            operation.traceparent = span.traceparent
         loop = asyncio.get_running_loop()
         asked = _Asked(operation, loop.create_future())
         self._asked[operation.id] = asked
         self._waiting.append(asked)
         self._wake.set()
         if self._run is None:
-            self._run = loop.create_task(self._stay_connected(), name="turns-stream")
+            context = copy_context()
+            context.run(CURRENT.set, None)  # the stream is for all requests
+            self._run = loop.create_task(self._stay_connected(), name="turns-stream", context=context)
         seconds = timeout_s or self._timeout_s
         deadline = loop.call_later(seconds, self._too_late, asked, seconds)
         try:

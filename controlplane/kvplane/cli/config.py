@@ -246,6 +246,11 @@ class Config(BaseSettings):
     max_conversations: int = Field(
         1_000_000, ge=1, description="Conversations on record; beyond it the oldest go."
     )
+    otel_endpoint: str | None = Field(
+        None,
+        description="URL of a collector that takes OTLP over gRPC, such as http://127.0.0.1:4317: spans of"
+        " each request go there. Needs the extra kvplane[otel].",
+    )
     tenant_limits: str | None = Field(
         None,
         description="TOML file with what each tenant may retain and ask for: [default] and [tenants.NAME]"

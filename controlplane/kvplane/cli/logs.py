@@ -7,6 +7,15 @@ import sys
 
 import structlog
 
+from kvplane.tracing.context import CURRENT
+
+
+def with_trace(logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Add of which trace the work at hand is."""
+    if (span := CURRENT.get()) is not None:
+        event["trace_id"] = span.trace_id
+    return event
+
 
 def configure_logs(level: str = "info", form: str = "auto") -> None:
     """Log to standard error: for people on a terminal, else JSON lines. `form`: auto, console or json."""
@@ -21,6 +30,7 @@ def configure_logs(level: str = "info", form: str = "auto") -> None:
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
+            with_trace,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             *([] if console else [structlog.processors.format_exc_info]),

@@ -54,6 +54,7 @@ def serve(
     drain_timeout: o.DrainTimeout = None,
     metrics_port: o.MetricsPort = None,
     metrics_host: o.MetricsHost = None,
+    otel_endpoint: o.OtelEndpoint = None,
     log_level: o.LogLevel = None,
     log_format: o.LogFormat = None,
 ) -> None:
@@ -117,6 +118,7 @@ def route(
     drain_timeout: o.DrainTimeout = None,
     metrics_port: o.MetricsPort = None,
     metrics_host: o.MetricsHost = None,
+    otel_endpoint: o.OtelEndpoint = None,
     log_level: o.LogLevel = None,
     log_format: o.LogFormat = None,
 ) -> None:
@@ -193,6 +195,7 @@ def up(
     drain_timeout: o.DrainTimeout = None,
     metrics_port: o.MetricsPort = None,
     metrics_host: o.MetricsHost = None,
+    otel_endpoint: o.OtelEndpoint = None,
     log_level: o.LogLevel = None,
     log_format: o.LogFormat = None,
 ) -> None:

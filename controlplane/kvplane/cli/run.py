@@ -19,6 +19,7 @@ from kvplane.cli.front import check_hops, engine_files, is_loopback, server_file
 from kvplane.cli.metrics_port import MetricsPort, MetricsPortError, Page
 from kvplane.cli.security import check_grpc_reach, check_up, client_security, server_security
 from kvplane.cli.tenant_limits import LimitsFile, following
+from kvplane.cli.tracing import tracing
 from kvplane.cli.workers import Workers
 from kvplane.controlplane.collector import spare_the_old
 from kvplane.controlplane.meter import Meter
@@ -131,11 +132,11 @@ async def _control_plane(config: Config, pages: list[Page]) -> AsyncIterator[Con
     if config.tenant_limits is not None:
         limits = await asyncio.to_thread(LimitsFile, config.tenant_limits)
     meter = None if config.metrics_port is None else Meter(clock)
-    async with open_store(config.store, clock) as opened:
+    async with open_store(config.store, clock) as opened, tracing(config, "kvplane-control-plane") as tracer:
         log.info("store_chosen", store=without_password(config.store), shared=opened.shared)
         store = opened if meter is None else meter.instrument(opened)
         current = None if limits is None else limits.current
-        server = ControlPlaneServer(store, clock, settings, current, meter, security)
+        server = ControlPlaneServer(store, clock, settings, current, meter, security, tracer)
         try:
             try:
                 await server.start(_joined(config.grpc_host, config.grpc_port))
@@ -232,16 +233,18 @@ async def router(
     """Run a router, alone or as one of several; gives its port, and its metrics to `pages`."""
     if problem := too_few_files(config.max_requests):
         log.warning("too_few_files", problem=problem)
-    server = RouterServer(
-        _router_settings(config, plane_address), owner=f"router-{secrets.token_hex(8)}", siblings=siblings
-    )
-    try:
-        port = await server.start()
-        if pages is not None:
-            pages.append(server.metrics_page)
-        yield port
-    finally:
-        await server.stop()
+    async with tracing(config, "kvplane-router") as tracer:
+        owner = f"router-{secrets.token_hex(8)}"
+        server = RouterServer(
+            _router_settings(config, plane_address), owner=owner, siblings=siblings, tracer=tracer
+        )
+        try:
+            port = await server.start()
+            if pages is not None:
+                pages.append(server.metrics_page)
+            yield port
+        finally:
+            await server.stop()
 
 
 @asynccontextmanager

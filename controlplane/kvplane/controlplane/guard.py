@@ -13,10 +13,12 @@ from typing import Any, NamedTuple, NoReturn
 import grpc
 import structlog
 
+from kvplane.controlplane import traced
 from kvplane.controlplane.callers import CURRENT, Access, Caller
 from kvplane.controlplane.errors import status_of
 from kvplane.controlplane.tally import CallTally, Tally
 from kvplane.controlplane.throttle import Throttle
+from kvplane.tracing.context import Tracer
 
 log = structlog.get_logger(__name__)
 
@@ -158,6 +160,7 @@ def guarded(
     *,
     access: Access | None = None,
     streams: Container[str] = (),
+    tracer: Tracer | None = None,
 ) -> Any:
     """Return a servicer that does the same, and turns every exception into its status.
 
@@ -169,6 +172,7 @@ def guarded(
         counted: where its calls are counted.
         access: who may call what; None: everyone everything.
         streams: methods whose requests come one by one.
+        tracer: of unary calls that give a trace; None: none is looked for.
     """
     guards = {}
     for name in dir(servicer):
@@ -177,5 +181,7 @@ def guarded(
             method, answers_many = f"/{service}/{name}", inspect.isasyncgenfunction(behavior)
             if access is not None:
                 behavior = _of_callers(method, behavior, access, streams=name in streams)
+            if tracer is not None and not answers_many and name not in streams:
+                behavior = traced.unary(tracer, method, behavior)
             guards[name] = (_stream if answers_many else _unary)(method, behavior, counted)
     return SimpleNamespace(**guards)

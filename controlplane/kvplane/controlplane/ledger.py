@@ -19,6 +19,7 @@ from kvplane.controlplane.tally import Ended, Tally
 from kvplane.controlplane.throttle import Throttle
 from kvplane.store.base import Compare, Delete, KeyValue, Operation, Put, Store
 from kvplane.store.errors import LeaseNotFoundError, StoreUnavailableError
+from kvplane.tracing.context import Within
 
 log = structlog.get_logger(__name__)
 
@@ -196,7 +197,8 @@ class Ledger:
                 operations.append(write)
         began_at = self.clock.monotonic()
         try:
-            done = await self.store.transact(compares, operations)
+            with Within("store.transact", operations=len(operations)):
+                done = await self.store.transact(compares, operations)
         except LeaseNotFoundError as error:
             self._leases = {
                 bucket: lease for bucket, lease in self._leases.items() if lease.lease_id != error.lease_id

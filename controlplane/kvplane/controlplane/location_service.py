@@ -23,6 +23,7 @@ from kvplane.controlplane.turn_streams import multiplexed
 from kvplane.controlplane.turns import BegunTurn, Turns
 from kvplane.store.base import Event
 from kvplane.store.errors import CompactedError, FutureRevisionError
+from kvplane.tracing.context import Tracer
 from kvplane.v1 import location_pb2, location_pb2_grpc
 
 _LONG_BYTES = 2048 * validate.HASH_BYTES
@@ -43,6 +44,7 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         touches: Touches,
         rates: OperationRates | None = None,
         operations: Mapping[str, CallTally] | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._ledger = ledger
         self._engines = engines
@@ -54,6 +56,7 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         self._rates = rates
         self._tally = ledger.tally
         self._operations = operations
+        self._tracer = tracer
         self._searching = asyncio.Lock()
 
     def _now(self) -> int:
@@ -301,7 +304,13 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
     ) -> None:
         """See the protos. It writes its answers itself: each layer of generators costs a turn of the loop."""
         await multiplexed(
-            self, request_iterator, context.write, self._ledger.start, self._tally, self._operations
+            self,
+            request_iterator,
+            context.write,
+            self._ledger.start,
+            self._tally,
+            self._operations,
+            self._tracer,
         )
 
 

@@ -44,6 +44,7 @@ from kvplane.controlplane.turns import Turns
 from kvplane.store.base import Store
 from kvplane.store.clock import Clock
 from kvplane.store.errors import StoreClosedError, StoreError
+from kvplane.tracing.context import Tracer
 from kvplane.v1 import engine_pb2_grpc, location_pb2_grpc, status_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -73,6 +74,7 @@ class ControlPlane:
         settings: m.Settings,
         limits: TenantLimits | None = None,
         meter: Meter | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.store = store
         self.settings = settings
@@ -120,6 +122,7 @@ class ControlPlane:
             self.touches,
             self.rates,
             operations,
+            tracer,
         )
 
     def start(self) -> list[asyncio.Task[None]]:
@@ -180,10 +183,12 @@ class ControlPlaneServer:
         limits: TenantLimits | None = None,
         meter: Meter | None = None,
         security: SecuritySettings | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
+        self._tracer = tracer or Tracer()
         self._security_settings = security or SecuritySettings()
         self._security: Security | None = None  # as long as the server: gRPC asks it for certificates
-        self.plane = ControlPlane(store, clock, settings or m.Settings(), limits, meter)
+        self.plane = ControlPlane(store, clock, settings or m.Settings(), limits, meter, self._tracer)
         self._counted = None if meter is None else Counted(self.plane.tally, meter.calls)
         self._clock = clock
         self._tasks: list[asyncio.Task[None]] = []
@@ -221,7 +226,9 @@ class ControlPlaneServer:
         engines = guarded(servicer, ENGINE_SERVICE, counted, access=access, streams={"AttachEngine"})
         engine_pb2_grpc.add_EngineServiceServicer_to_server(engines, checked)
         servicer = self.plane.location_servicer
-        locations = guarded(servicer, LOCATION_SERVICE, counted, access=access, streams={"Turns"})
+        locations = guarded(
+            servicer, LOCATION_SERVICE, counted, access=access, streams={"Turns"}, tracer=self._tracer
+        )
         location_pb2_grpc.add_LocationServiceServicer_to_server(locations, checked)
         status = guarded(self.plane.status_servicer, STATUS_SERVICE, counted, access=access)
         status_pb2_grpc.add_StatusServiceServicer_to_server(status, checked)

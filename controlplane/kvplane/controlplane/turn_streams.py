@@ -8,12 +8,14 @@ from typing import Protocol
 
 import structlog
 
-from kvplane.controlplane import convert, eager, validate
+from kvplane.controlplane import convert, eager, traced, validate
 from kvplane.controlplane import model as m
 from kvplane.controlplane.callers import CURRENT
 from kvplane.controlplane.errors import InvalidFieldError, status_of
 from kvplane.controlplane.tally import CallTally, Tally
 from kvplane.controlplane.turns import BegunTurn
+from kvplane.tracing.context import CURRENT as SPAN
+from kvplane.tracing.context import Tracer
 from kvplane.v1 import location_pb2 as pb
 
 log = structlog.get_logger(__name__)
@@ -72,7 +74,9 @@ class _Stream:
         write: Write,
         tally: Tally | None,
         taken: Mapping[str, CallTally] | None,
+        tracer: Tracer,
     ) -> None:
+        self._tracer = tracer
         self._operations = operations
         self._tally = tally or Tally()
         self._taken = taken
@@ -120,6 +124,8 @@ class _Stream:
                     "operation", "must be one of lookup, begin_turn, claim, release, touch"
                 )
         except Exception as error:
+            if (span := SPAN.get()) is not None:
+                span.tell(problem=type(error).__name__)
             code, message, reason, _ = status_of(error, f"turns-{operation.id}")
             self._tally.refused(reason)
             if taken is not None:
@@ -145,7 +151,11 @@ class _Stream:
                         await asyncio.sleep(0)  # what never waits would hold up all others
                     while len(self._running) >= MAX_OUTSTANDING:
                         await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
-                    begun = self._start(self._perform(operation))
+                    if operation.traceparent:
+                        begun = self._start(traced.operation(self._tracer, self._perform, operation))
+                        traced.left()
+                    else:
+                        begun = self._start(self._perform(operation))
                     if begun is not None:
                         self._running.add(begun)
                         begun.add_done_callback(self._done)
@@ -207,9 +217,11 @@ async def multiplexed(
     start: eager.Start[None],
     tally: Tally | None = None,
     taken: Mapping[str, CallTally] | None = None,
+    tracer: Tracer | None = None,
 ) -> None:
     """Perform operations as they come, concurrently; answer with all results that are ready, together.
 
-    Refusals are counted in `tally`, and operations by kind in `taken`, if given.
+    Refusals are counted in `tally`, and operations by kind in `taken`, if given. Those that give a trace are
+    done under it, by spans of `tracer`.
     """
-    await _Stream(operations, start, write, tally, taken).serve(requests)
+    await _Stream(operations, start, write, tally, taken, tracer or Tracer()).serve(requests)

@@ -23,7 +23,7 @@ from kvplane.client.credentials import open_credentials
 from kvplane.client.files import FileError
 from kvplane.client.model import Engine as RegisteredEngine
 from kvplane.client.turns import TurnsStream
-from kvplane.router import shapes
+from kvplane.router import shapes, traced
 from kvplane.router.admission import Admission
 from kvplane.router.api import Api
 from kvplane.router.bodies import Bodies
@@ -50,6 +50,7 @@ from kvplane.router.status_page import StatusPage
 from kvplane.router.tls import Tls
 from kvplane.router.turn import Turn
 from kvplane.router.upstream import Upstream
+from kvplane.tracing.context import Tracer
 
 log = structlog.get_logger("kvplane.router")
 
@@ -97,9 +98,11 @@ class RouterServer:
         owner: str = "",
         monotonic: Callable[[], float] | None = None,
         siblings: Siblings | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.settings = settings
         self._siblings = siblings
+        self._tracer = tracer or Tracer()
         self.metrics = RouterMetrics(registry or CollectorRegistry())
         self._plane_client = plane
         self._own_client: ControlPlaneClient | None = None
@@ -392,7 +395,7 @@ class RouterServer:
         trail = self._explanations.begin(request_id, request.path)
         turn = Turn(request, APIS[request.path], request_id, asyncio.get_running_loop().time(), trail)
         try:
-            return await self._turns.serve(turn)
+            return await traced.served(self._tracer, turn, self._turns.serve(turn))
         finally:
             self._bodies.done(request)
 

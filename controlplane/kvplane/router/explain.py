@@ -13,6 +13,7 @@ from aiohttp import web
 from kvplane.client.logs import hashed
 from kvplane.router import openai
 from kvplane.router.policy import Decision, Rates, TurnFacts
+from kvplane.tracing.context import Within
 
 if TYPE_CHECKING:
     from kvplane.client.model import ConversationKey
@@ -36,7 +37,17 @@ _OUTCOMES = {
 class Attempt:
     """One leg on one engine. A context manager around it."""
 
-    __slots__ = ("_monotonic", "at", "engine", "first_byte_s", "leg", "outcome", "problem", "seconds")
+    __slots__ = (
+        "_monotonic",
+        "_within",
+        "at",
+        "engine",
+        "first_byte_s",
+        "leg",
+        "outcome",
+        "problem",
+        "seconds",
+    )
 
     def __init__(self, leg: str, engine: str, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
@@ -47,14 +58,17 @@ class Attempt:
         self.seconds: float | None = None
         self.outcome = "running"
         self.problem = ""
+        self._within = Within(leg, engine=engine)
 
     def __enter__(self) -> Self:
+        self._within.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.seconds = self._monotonic() - self.at
+        self._within.__exit__(kind, error, trace)
         if kind is not None:
             self.outcome = _OUTCOMES.get(kind.__name__, "broke")
             self.problem = str(getattr(error, "problem", ""))

@@ -26,6 +26,7 @@ from kvplane.client.model import (
     ReleaseOutcome,
 )
 from kvplane.router.metrics import RouterMetrics
+from kvplane.tracing.context import Within
 
 log = structlog.get_logger("kvplane.router")
 T = TypeVar("T")
@@ -224,7 +225,8 @@ class Plane:
             self._metrics.plane_calls.labels(call, "skipped").inc()
             return None
         try:
-            answer = await ask()
+            with Within(call):
+                answer = await ask()
         except (InvalidFieldError, LimitExceededError) as error:
             if (
                 error.reason == _QUOTA_EXCEEDED

@@ -19,6 +19,7 @@ from kvplane.router.openai import Body, error_code
 from kvplane.router.pool import EnginePool
 from kvplane.router.replies import holds_private, scrub, scrubbed
 from kvplane.router.resources import NOT_CONNECTED
+from kvplane.tracing.context import CURRENT, HEADER
 
 _HOP_BY_HOP = frozenset(
     {
@@ -186,6 +187,8 @@ def engine_headers(
     `of_tenant`: the router itself knows whose it is, so what else says so stays here.
     """
     dropped = _NOT_OF_TENANTS if of_tenant else _NOT_TO_ENGINES
+    if CURRENT.get() is not None:
+        dropped = dropped | {HEADER}  # each leg has its own
     kept = {
         name: value
         for name, value in headers
@@ -241,6 +244,8 @@ class Upstream:
     ) -> aiohttp.ClientResponse:
         # aiohttp wants large bodies as a file, to send them piecewise.
         data = body if len(body) < _LARGE_BODY else io.BytesIO(body)
+        if (span := CURRENT.get()) is not None and not span.made_up:
+            headers = {**headers, HEADER: span.traceparent}
         try:
             return await self._session.post(
                 engine.at(path), data=data, headers=engine.headers(headers), allow_redirects=False

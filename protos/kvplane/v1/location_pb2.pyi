@@ -240,20 +240,22 @@ class WatchLocationsResponse(_message.Message):
     def __init__(self, revision: _Optional[int] = ..., events: _Optional[_Iterable[_Union[LocationEvent, _Mapping]]] = ...) -> None: ...
 
 class TurnsOperation(_message.Message):
-    __slots__ = ("id", "lookup", "begin_turn", "claim", "release", "touch")
+    __slots__ = ("id", "lookup", "begin_turn", "claim", "release", "touch", "traceparent")
     ID_FIELD_NUMBER: _ClassVar[int]
     LOOKUP_FIELD_NUMBER: _ClassVar[int]
     BEGIN_TURN_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     TOUCH_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     id: int
     lookup: LookupLocationRequest
     begin_turn: BeginTurnRequest
     claim: ClaimLocationRequest
     release: ReleaseLocationRequest
     touch: TouchConversationRequest
-    def __init__(self, id: _Optional[int] = ..., lookup: _Optional[_Union[LookupLocationRequest, _Mapping]] = ..., begin_turn: _Optional[_Union[BeginTurnRequest, _Mapping]] = ..., claim: _Optional[_Union[ClaimLocationRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseLocationRequest, _Mapping]] = ..., touch: _Optional[_Union[TouchConversationRequest, _Mapping]] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, id: _Optional[int] = ..., lookup: _Optional[_Union[LookupLocationRequest, _Mapping]] = ..., begin_turn: _Optional[_Union[BeginTurnRequest, _Mapping]] = ..., claim: _Optional[_Union[ClaimLocationRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseLocationRequest, _Mapping]] = ..., touch: _Optional[_Union[TouchConversationRequest, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class TurnsRequest(_message.Message):
     __slots__ = ("operations",)
