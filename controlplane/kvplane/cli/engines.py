@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +15,7 @@ from kvplane.cli.output import Output, OutputOption, count, print_json, print_ta
 
 if TYPE_CHECKING:
     from kvplane.client import model as m
+    from kvplane.client.client import ControlPlaneClient
 
 _COLUMNS = (
     "engine",
@@ -52,21 +55,27 @@ def engines(
         say("no engine is registered")
 
 
-async def listed(target: Target, *, include_gone: bool = False) -> list[m.Engine]:
+async def listed(
+    target: Target, *, include_gone: bool = False, clients: Sequence[ControlPlaneClient] = ()
+) -> list[m.Engine]:
     """Return the engines, with what each replica that was named knows of them. Raises ControlPlaneError.
 
     The first answer counts for all that is on record; when an engine was heard of only one replica knows.
+    Open `clients` of them may be given.
     """
     from kvplane.client.errors import ControlPlaneError
 
-    async def one(address: str) -> list[m.Engine] | ControlPlaneError:
-        async with target.client(address) as client:
-            try:
-                return await client.list_engines(include_gone=include_gone, with_holdings=True)
-            except ControlPlaneError as error:
-                return error
+    async def one(client: ControlPlaneClient) -> list[m.Engine] | ControlPlaneError:
+        try:
+            return await client.list_engines(include_gone=include_gone, with_holdings=True)
+        except ControlPlaneError as error:
+            return error
 
-    answers = await asyncio.gather(*(one(address) for address in target.replicas()))
+    async with AsyncExitStack() as stack:
+        asked = clients or [
+            await stack.enter_async_context(target.client(address)) for address in target.replicas()
+        ]
+        answers = await asyncio.gather(*(one(client) for client in asked))
     lists = [answer for answer in answers if isinstance(answer, list)]
     if not lists:
         raise next(answer for answer in answers if isinstance(answer, ControlPlaneError))

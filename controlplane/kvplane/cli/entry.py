@@ -29,6 +29,7 @@ COMMANDS = {
     "serve": Place("main", "app", "Run a control plane.", "serve"),
     "route": Place("main", "app", "Run a router in front of prefill and decode engines.", "route"),
     "up": Place("main", "app", "Run router and control plane together: all that one machine needs.", "up"),
+    "top": Place("top", "top", "Show live how engines, retention and paths do."),
     "engines": Place("engines", "engines", "List engines: what they are, how they do, and what they hold."),
     "conversations": Place("conversations", "conversations", "List what is retained, and where."),
     "explain": Place(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from kvplane.cli.connection import Target
 from kvplane.cli.doctor.facts import (
@@ -17,6 +17,7 @@ from kvplane.cli.doctor.facts import (
     SideChannel,
 )
 from kvplane.cli.engines import listed
+from kvplane.cli.fetch import Answer, fetch_json, fetch_text, first_labels, total
 from kvplane.client import model as m
 from kvplane.client.errors import ControlPlaneError
 from kvplane.store.clock import SystemClock
@@ -29,7 +30,6 @@ _MOST_ENGINES = 200
 """Of those that are registered, how many are looked at themselves; enough to see what is wrong."""
 _DATE_ERROR_S = 1.0
 """An HTTP date has whole seconds."""
-_MOST_BYTES = 4 << 20
 
 
 class Gatherer:
@@ -108,25 +108,27 @@ class Gatherer:
 
     async def _router(self, session: aiohttp.ClientSession, url: str) -> RouterFacts:
         sent_s = self._now_s()
-        health = await _json(session, f"{url}/health")
+        health = await fetch_json(session, f"{url}/health")
         clock = self._date(health, sent_s)
         if health.trouble or not isinstance(health.body, dict) or "status" not in health.body:
             return RouterFacts(url, health.trouble or "what answers there is no router of kvplane's")
-        ready, text = await asyncio.gather(_json(session, f"{url}/ready"), _text(session, f"{url}/metrics"))
-        requests = sum(samples(text.text, "kvplane_router_requests_total").values())
+        ready, text = await asyncio.gather(
+            fetch_json(session, f"{url}/ready"), fetch_text(session, f"{url}/metrics")
+        )
+        requests = total(text.text, "kvplane_router_requests_total")
         body = ready.body if isinstance(ready.body, dict) else {}
         return RouterFacts(url, "", health.body, body, requests, clock)
 
     async def _engine(self, session: aiohttp.ClientSession, url: str) -> EngineHttpFacts:
         asked_for = url in self._engines
         sent_s = self._now_s()
-        health = await _text(session, f"{url}/health")
+        health = await fetch_text(session, f"{url}/health")
         clock = self._date(health, sent_s)
         if health.trouble or health.status != 200:
             trouble = health.trouble or f"it answers {health.status} to GET /health"
             return EngineHttpFacts(url, asked_for, trouble, clock=clock)
         version, metrics = await asyncio.gather(
-            _json(session, f"{url}/version"), _text(session, f"{url}/metrics")
+            fetch_json(session, f"{url}/version"), fetch_text(session, f"{url}/metrics")
         )
         said = version.body.get("version", "") if isinstance(version.body, dict) else ""
         has_metrics = metrics.status == 200 and "vllm:" in metrics.text
@@ -135,13 +137,13 @@ class Gatherer:
             asked_for,
             "",
             str(said)[:64],
-            labels_of(metrics.text, "vllm:cache_config_info") if has_metrics else {},
+            first_labels(metrics.text, "vllm:cache_config_info") if has_metrics else {},
             has_metrics,
             "kvplane_connector_" in metrics.text,
             clock,
         )
 
-    def _date(self, answer: _Answer, sent_s: float) -> Offset | None:
+    def _date(self, answer: Answer, sent_s: float) -> Offset | None:
         """Return how far ahead the clock of a server is, by the date of its answer."""
         try:
             then = email.utils.parsedate_to_datetime(answer.date)
@@ -149,46 +151,6 @@ class Gatherer:
             return None
         # The date was cut to whole seconds: half of one is missing, on average.
         return self._offset(then.timestamp() + _DATE_ERROR_S / 2, sent_s, error_s=_DATE_ERROR_S / 2)
-
-
-class _Answer:
-    """An HTTP answer. `trouble` says why there is none."""
-
-    def __init__(
-        self, trouble: str = "", status: int = 0, text: str = "", body: Any = None, date: str = ""
-    ) -> None:
-        self.trouble = trouble
-        self.status = status
-        self.text = text
-        self.body = body
-        self.date = date
-
-
-async def _text(session: aiohttp.ClientSession, url: str) -> _Answer:
-    import aiohttp
-
-    try:
-        async with session.get(url, allow_redirects=False) as response:
-            raw = await response.content.read(_MOST_BYTES)
-            while len(raw) < _MOST_BYTES and (more := await response.content.read(_MOST_BYTES - len(raw))):
-                raw += more
-            date = response.headers.get("Date", "")
-            return _Answer("", response.status, raw.decode("utf-8", "replace"), None, date)
-    except TimeoutError:
-        return _Answer("it does not answer in time")
-    except (aiohttp.ClientError, OSError, ValueError) as error:
-        return _Answer(" ".join(str(error).split())[:300] or type(error).__name__)
-
-
-async def _json(session: aiohttp.ClientSession, url: str) -> _Answer:
-    import json
-
-    answer = await _text(session, url)
-    try:
-        answer.body = json.loads(answer.text) if answer.text else None
-    except ValueError:
-        answer.body = None
-    return answer
 
 
 async def _connect(host: str, port: int) -> SideChannel:
@@ -203,27 +165,3 @@ async def _connect(host: str, port: int) -> SideChannel:
     else:
         writer.close()
     return SideChannel(host, port, trouble)
-
-
-def samples(text: str, name: str) -> dict[str, float]:
-    """Return a metric's values by its labels as they are written, from text in Prometheus' format."""
-    found = dict[str, float]()
-    for line in text.splitlines():
-        label, _, value = line.rpartition(" ")
-        if label.partition("{")[0] == name:
-            try:
-                found[label.removeprefix(name)] = float(value)
-            except ValueError:
-                continue
-    return found
-
-
-def labels_of(text: str, name: str) -> dict[str, str]:
-    """Return the labels of the first sample of a metric."""
-    for labels in samples(text, name):
-        pairs = (pair.partition("=") for pair in labels.strip("{}").split(","))
-        return {key.strip(): value.strip('"') for key, _, value in pairs}
-    return {}
-
-
-Gather = Callable[[], Awaitable[Facts]]
