@@ -69,11 +69,11 @@ async def test_in_a_healthy_fleet_nothing_is_found(f: Fleet) -> None:
     assert done.json["findings"] == []
     assert (done.code, done.json["healthy"]) == (0, True)
     assert done.json["looked_at"] == {
-        "control_planes": 1,
-        "engines": 2,
-        "engine_servers": 2,
-        "side_channels": 2,
-        "routers": 1,
+        "control_plane": 1,
+        "engine": 2,
+        "engine_server": 2,
+        "side_channel": 2,
+        "router": 1,
     }
     text = await run("doctor", "--plane", f.addresses[0], "--router", url)
     assert (text.code, text.lines[-1]) == (0, "nothing is wrong")
@@ -93,7 +93,7 @@ async def test_what_is_found_is_said_with_its_fix_and_by_the_exit_code(f: Fleet)
     assert "PROBLEM  no_engines: no engine is registered" in done.said
     assert "\n  seen: ListEngines is empty" in done.said
     assert "\n  fix:  start it with --kv-transfer-config" in done.said
-    assert done.lines[-1] == "1 problems, 0 warnings"
+    assert done.lines[-1] == "1 problem, 0 warnings"
     told = (await run("doctor", "--plane", f.addresses[0], "-o", "json")).json
     assert told["healthy"] is False
     (finding,) = told["findings"]
@@ -372,7 +372,7 @@ async def test_failed_reads_that_fail_requests(f: Fleet) -> None:
     await f.engine("p", "prefill", settings={"kv_load_failure_policy": "fail"})
     await f.engine("d", "decode", settings={"kv_load_failure_policy": "fail"})
     found = await f.diagnosed()
-    says(found, "load_failure_policy_fail", '"kv_load_failure_policy": "recompute"', "p")
+    says(found, "load_failure_policy_fail", '"kv_load_failure_policy": "recompute"', "d, p")
     assert set(found) == {"load_failure_policy_fail"}
 
 

@@ -184,7 +184,7 @@ async def test_draining_waits_for_claims(plane: Plane) -> None:
     claim = await plane.client.claim_location(key(), "r", "o", turn=turn)
     assert isinstance(claim, m.Claim)
     soon = await plane.run("drain", "d", "--no-wait")
-    assert (soon.code, soon.said) == (0, "draining: 1 claims open, 0 conversations kept\n")
+    assert (soon.code, soon.said) == (0, "draining: 1 open claim, 0 conversations kept\n")
     short = await plane.run("drain", "d", "--within", "0")
     assert short.code == 1
     waiting = await asyncio.create_subprocess_exec(
@@ -194,7 +194,7 @@ async def test_draining_waits_for_claims(plane: Plane) -> None:
     )
     assert waiting.stderr is not None
     told = await asyncio.wait_for(waiting.stderr.readline(), 30)
-    assert told == b"draining: 1 claims open, 0 conversations kept; claims end within 40s\n"
+    assert told == b"draining: 1 open claim, 0 conversations kept; claims end within 40s\n"
     await plane.client.finish_claim(claim.claim_id, "o")
     said, told = await asyncio.wait_for(waiting.communicate(), 30)
     assert (waiting.returncode, said.split(b":")[0], told) == (0, b"drained", b"")

@@ -10,7 +10,7 @@ import typer
 
 from kvplane.cli.connection import Target, ask, asks_plane
 from kvplane.cli.errors import StartError
-from kvplane.cli.output import Advance, Output, OutputOption, count, print_json, progress, say, shown, span
+from kvplane.cli.output import Advance, Output, OutputOption, plural, print_json, progress, say, shown, span
 
 if TYPE_CHECKING:
     from kvplane.client.client import ControlPlaneClient
@@ -36,8 +36,9 @@ class Left:
         """Say it for people."""
         if self.gone:
             return "the engine is gone"
-        running = "" if self.requests is None else f", {count(self.requests)} requests on it"
-        return f"{count(self.claims)} claims open{running}, {count(self.conversations)} conversations kept"
+        running = "" if self.requests is None else f", {plural(self.requests, 'request')} on it"
+        kept = plural(self.conversations, "conversation")
+        return f"{plural(self.claims, 'open claim')}{running}, {kept} kept"
 
 
 @asks_plane

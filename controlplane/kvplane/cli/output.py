@@ -69,6 +69,11 @@ def count(number: int | None) -> str:
     return "-" if number is None else f"{number:,}"
 
 
+def plural(number: int, name: str) -> str:
+    """Return a number of things, by the name of one."""
+    return f"{number:,} {name}{'' if number == 1 else 's'}"
+
+
 def terminal() -> Console:
     """Return where tables go; into a file or a pipe they are as wide as they need."""
     from rich.console import Console

@@ -12,7 +12,7 @@ import typer
 from kvplane.cli.connection import Target, asks_plane, run
 from kvplane.cli.doctor.findings import Finding, Severity
 from kvplane.cli.errors import ConfigError, StartError
-from kvplane.cli.output import Output, OutputOption, print_json, progress, shown
+from kvplane.cli.output import Output, OutputOption, plural, print_json, progress, shown
 
 _STEPS = 5
 
@@ -90,11 +90,11 @@ async def diagnose(
     if tenant_limits is not None and (trouble := await asyncio.to_thread(_limits_trouble, tenant_limits)):
         facts = replace(facts, file_troubles=(("--tenant-limits", trouble),))
     looked_at = {
-        "control_planes": len(facts.planes),
-        "engines": len(facts.engines or ()),
-        "engine_servers": len(facts.engine_https),
-        "side_channels": len(facts.side_channels),
-        "routers": len(facts.routers),
+        "control_plane": len(facts.planes),
+        "engine": len(facts.engines or ()),
+        "engine_server": len(facts.engine_https),
+        "side_channel": len(facts.side_channels),
+        "router": len(facts.routers),
     }
     return check(facts), looked_at
 
@@ -111,7 +111,7 @@ def _limits_trouble(file: Path) -> str:
 
 def as_text(found: list[Finding], looked_at: dict[str, int]) -> str:
     """Return findings for people."""
-    seen = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in looked_at.items())
+    seen = ", ".join(plural(count, name.replace("_", " ")) for name, count in looked_at.items())
     lines = [f"looked at {seen}"]
     for finding in found:
         lines += [
@@ -121,5 +121,6 @@ def as_text(found: list[Finding], looked_at: dict[str, int]) -> str:
             f"  fix:  {shown(finding.fix)}",
         ]
     problems = sum(finding.severity is Severity.PROBLEM for finding in found)
-    lines += ["", f"{problems} problems, {len(found) - problems} warnings" if found else "nothing is wrong"]
+    counted = f"{plural(problems, 'problem')}, {plural(len(found) - problems, 'warning')}"
+    lines += ["", counted if found else "nothing is wrong"]
     return "\n".join(lines)

@@ -223,15 +223,18 @@ def check_caching(facts: Facts) -> Iterator[Finding]:
             evidence,
             "start it without --no-enable-prefix-caching",
         )
-    for engine in facts.prefill():
-        said = engine.spec.settings
-        if said is not None and said.kv_load_failure_policy == "fail":
-            yield warning(
-                "load_failure_policy_fail",
-                f"a failed read of KV fails the request on {engine.spec.engine_id}",
-                "kv_load_failure_policy fail, vLLM's default",
-                'set "kv_load_failure_policy": "recompute" in its --kv-transfer-config',
-            )
+    failing = [
+        engine
+        for engine in facts.engines or ()
+        if engine.spec.settings is not None and engine.spec.settings.kv_load_failure_policy == "fail"
+    ]
+    if failing:
+        yield warning(
+            "load_failure_policy_fail",
+            f"a failed read of KV fails the request on {_names(failing)}",
+            "kv_load_failure_policy fail, vLLM's default",
+            'set "kv_load_failure_policy": "recompute" in their --kv-transfer-config',
+        )
 
 
 def _caches(engine: m.Engine) -> bool | None:

@@ -27,6 +27,8 @@ class PlaneFacts:
     trouble: str = ""
     too_old: bool = False
     """It answers, but does not know the question."""
+    refused: bool = False
+    """It answers, but not to whom this is."""
     fleet: Offset | None = None
     clock: Offset | None = None
 

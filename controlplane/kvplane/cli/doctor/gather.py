@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from kvplane.cli.doctor.facts import (
 from kvplane.cli.engines import listed
 from kvplane.cli.fetch import Answer, fetch_json, fetch_text, first_labels, total
 from kvplane.client import model as m
-from kvplane.client.errors import ControlPlaneError
+from kvplane.client.errors import ControlPlaneError, NotAllowedError, UnknownCallerError
 from kvplane.store.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -101,7 +102,9 @@ class Gatherer:
                 cause = error.__cause__
                 code = cause.code() if isinstance(cause, grpc.aio.AioRpcError) else None
                 said = " ".join(str(error).split())[:300]
-                return PlaneFacts(address, None, said, too_old=code is grpc.StatusCode.UNIMPLEMENTED)
+                refused = isinstance(error, UnknownCallerError | NotAllowedError)
+                too_old = code is grpc.StatusCode.UNIMPLEMENTED
+                return PlaneFacts(address, None, said, too_old=too_old, refused=refused)
         fleet = self._offset(status.fleet_time_s, sent_s)
         clock = self._offset(status.clock_time_s, sent_s)
         return PlaneFacts(address, status, fleet=fleet, clock=clock)
@@ -161,7 +164,9 @@ async def _connect(host: str, port: int) -> SideChannel:
     except TimeoutError:
         trouble = f"no connection within {_CONNECT_S:g} s"
     except (OSError, UnicodeError) as error:
-        trouble = (error.strerror if isinstance(error, OSError) else "") or str(error) or "no connection"
+        trouble = str(error) or "no connection"
+        if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
+            trouble = os.strerror(error.errno).lower()
     else:
         writer.close()
     return SideChannel(host, port, trouble)

@@ -29,6 +29,15 @@ def check_reach(facts: Facts) -> Iterator[Finding]:
                 plane.trouble,
                 "upgrade it: pip install the version of kvplane that runs here, replica by replica",
             )
+        elif plane.refused:
+            yield problem(
+                "plane_refuses",
+                f"the control plane at {plane.address} answers, but not to this caller",
+                plane.trouble,
+                "show it a certificate (--plane-cert, --plane-key) or a token (--plane-token-file)"
+                " of the role"
+                " viewer or admin",
+            )
         elif plane.status is None:
             yield problem(
                 "plane_unreachable",
