@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import NamedTuple
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplane.controlplane.accounts import OTHER, Accounts, Row
+from kvplane.controlplane.accounts import OTHER, Accounts
+
+
+class Row(NamedTuple):
+    conversations: int
+    tokens: int
+    blocks: int
+    saved_tokens: int
+    block_seconds: float
 
 
 def shown(accounts: Accounts, now: float) -> dict[str, Row]:
-    return {row.name: row for row in accounts.rows(now)}
+    return {
+        name: Row(
+            account.conversations,
+            account.tokens,
+            account.blocks,
+            account.saved_tokens,
+            account.block_seconds(now),
+        )
+        for name, account in accounts.rows(now)
+    }
 
 
 def test_nothing_held_costs_nothing() -> None:
@@ -63,6 +81,18 @@ def test_a_label_is_given_up_after_an_hour_of_holding_nothing() -> None:
     assert set(shown(accounts, 3612.0)) == {"b"}
 
 
+def test_a_label_that_is_free_goes_to_who_holds_something_with_what_it_holds() -> None:
+    accounts = Accounts(1, 0.0)
+    accounts.add("a", 1, 10, 1, 0.0)
+    accounts.add("b", 1, 20, 2, 0.0)
+    accounts.add("a", -1, 10, 1, 0.0)
+    shown(accounts, 4000.0)
+    accounts.hold("b", 3, 4000.0)
+    rows = shown(accounts, 4001.0)
+    assert (rows["b"].blocks, rows["b"].block_seconds) == (2, 5.0)
+    assert (rows[OTHER].blocks, rows[OTHER].block_seconds) == (0, 8000.0)
+
+
 def test_accounts_without_a_label_last_as_long_as_they_hold_something() -> None:
     accounts = Accounts(1, 0.0)
     accounts.add("a", 1, 1, 1, 0.0)
@@ -96,7 +126,7 @@ def test_sums_never_fall_and_add_up_to_all(steps: list[tuple[str, str, int]], la
             accounts.add(name, -1, number * 16, number, now)
         elif what == "save":
             saved += number
-            accounts.save(name, number, now)
+            accounts.save(name, number)
         elif what in ("wait", "long"):
             seconds = number * (1000.0 if what == "long" else 1.0)
             block_seconds += seconds * sum(sum(blocks) for blocks in held.values())
@@ -106,6 +136,8 @@ def test_sums_never_fall_and_add_up_to_all(steps: list[tuple[str, str, int]], la
         assert sum(row.conversations for row in rows.values()) == sum(map(len, held.values()))
         assert sum(row.blocks for row in rows.values()) == sum(map(sum, held.values()))
         assert all(row.blocks >= 0 and row.conversations >= 0 for row in rows.values())
+        assert sum(row.saved_tokens for row in rows.values()) <= saved
+        assert sum(row.block_seconds for row in rows.values()) <= block_seconds + 1e-3
         for label in rows.keys() & before.keys():
             assert rows[label].block_seconds >= before[label].block_seconds - 1e-6
             assert rows[label].saved_tokens >= before[label].saved_tokens

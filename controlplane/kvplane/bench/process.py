@@ -23,6 +23,7 @@ import uvloop
 from kvplane.bench import echo
 from kvplane.bench.ungrouped import UngroupedEtcdStore
 from kvplane.controlplane.collector import spare_the_old
+from kvplane.controlplane.meter import Meter
 from kvplane.controlplane.model import Settings
 from kvplane.controlplane.server import ControlPlaneServer
 from kvplane.store.base import Store
@@ -39,7 +40,8 @@ _PATIENT_S = 7200.0
 class ServerSpec:
     """What to run. `core` is where to pin it (None: nowhere), `profile` where its cProfile dump goes.
 
-    Without `grouped` a store on etcd commits each transaction by itself.
+    Without `grouped` a store on etcd commits each transaction by itself. `seen`: with metrics and logs, of
+    which the lines are made and thrown away.
     """
 
     kind: Literal["plane", "echo"] = "plane"
@@ -48,6 +50,7 @@ class ServerSpec:
     core: int | None = None
     profile: Path | None = None
     max_conversations: int = 2_000_000
+    seen: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +164,7 @@ def _start(spec: ServerSpec) -> Server:
 def _main(spec: ServerSpec, pipe: Connection) -> None:
     """Be the server."""
     pin(*() if spec.core is None else (spec.core,))
-    structlog.configure_once(
-        wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
-    )
+    _configure_logs(seen=spec.seen)
     profiler = cProfile.Profile() if spec.profile is not None else None
     with contextlib.suppress(KeyboardInterrupt):
         spare_the_old()
@@ -173,6 +172,26 @@ def _main(spec: ServerSpec, pipe: Connection) -> None:
     if profiler is not None and spec.profile is not None:
         profiler.disable()
         profiler.dump_stats(spec.profile)
+
+
+def _configure_logs(*, seen: bool) -> None:
+    if seen:
+        structlog.configure_once(
+            processors=[
+                structlog.processors.add_log_level,
+                structlog.processors.TimeStamper(fmt="iso"),
+                structlog.processors.JSONRenderer(),
+            ],
+            wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+            logger_factory=structlog.PrintLoggerFactory(open(os.devnull, "w")),  # noqa: SIM115
+            cache_logger_on_first_use=True,
+        )
+        return
+    structlog.configure_once(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
 
 
 async def _serve(spec: ServerSpec, pipe: Connection, profiler: cProfile.Profile | None) -> None:
@@ -215,7 +234,13 @@ async def _listening(spec: ServerSpec) -> AsyncIterator[int]:
         max_conversations=spec.max_conversations,
     )
     clock = SystemClock()
-    async with _opened(spec, clock) as store, ControlPlaneServer(store, clock, settings) as server:
+    meter = Meter(clock) if spec.seen else None
+    async with (
+        _opened(spec, clock) as opened,
+        ControlPlaneServer(
+            opened if meter is None else meter.instrument(opened), clock, settings, meter=meter
+        ) as server,
+    ):
         yield await server.start("127.0.0.1:0")
 
 

@@ -68,14 +68,19 @@ def placed() -> Iterator[tuple[int | None, int | None]]:
 
 @asynccontextmanager
 async def served(
-    options: Options, kind: Literal["plane", "echo"], core: int | None, *, grouped: bool = True
+    options: Options,
+    kind: Literal["plane", "echo"],
+    core: int | None,
+    *,
+    grouped: bool = True,
+    seen: bool = False,
 ) -> AsyncIterator[tuple[Server, grpc.aio.Channel]]:
     """Run a server and a channel to it; a control plane has the options' store and profile.
 
-    `grouped` is as in ServerSpec.
+    `grouped` and `seen` are as in ServerSpec.
     """
     plane = kind == "plane"
-    spec = ServerSpec(kind, options.store, grouped, core, options.profile if plane else None)
+    spec = ServerSpec(kind, options.store, grouped, core, options.profile if plane else None, seen=seen)
     async with running(spec) as server, channel_to(server) as channel:
         yield server, channel
 

@@ -6,16 +6,16 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import uvloop
 
-from kvplane.bench import attach, scale, stall, turns, unary
+from kvplane.bench import attach, scale, sight, stall, turns, unary
 from kvplane.bench.figures import Row
 from kvplane.bench.rig import Options, placed
 
 Bench = Callable[[Options, int | None], Awaitable[list[Row]]]
-QUICK: dict[str, Bench] = {"unary": unary.run, "turns": turns.run, "attach": attach.run}
+QUICK: dict[str, Bench] = {"unary": unary.run, "turns": turns.run, "attach": attach.run, "sight": sight.run}
 LARGE: dict[str, Bench] = {"scale": scale.run, "stall": stall.run}
 """Those that take minutes and gigabytes."""
 BENCHES = QUICK | LARGE
-PROFILABLE = frozenset(BENCHES) - {"scale"}
+PROFILABLE = frozenset(BENCHES) - {"scale", "sight"}
 """Those that measure a single control plane."""
 
 

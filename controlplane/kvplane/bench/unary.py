@@ -23,11 +23,13 @@ from kvplane.v1 import location_pb2
 
 _IN_FLIGHT = (1, 64)
 _WARM_UP = 256
-_SERVICE = "/kvplane.v1.LocationService/"
+SERVICE = "/kvplane.v1.LocationService/"
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class Kind:
+    """A kind of call: its requests, and what of an answer is the location."""
+
     name: str
     method: str
     request: Callable[[payload.Conversations, int], Any]
@@ -35,19 +37,19 @@ class _Kind:
 
 
 KINDS = (
-    _Kind(
+    Kind(
         "lookup",
         "LookupLocation",
         payload.Conversations.lookup,
         lambda raw: location_pb2.LookupLocationResponse.FromString(raw).location,
     ),
-    _Kind(
+    Kind(
         "begin-turn",
         "BeginTurn",
         payload.Conversations.begin,
         lambda raw: location_pb2.BeginTurnResponse.FromString(raw).location,
     ),
-    _Kind(
+    Kind(
         "claim",
         "ClaimLocation",
         payload.Conversations.claim,
@@ -57,25 +59,28 @@ KINDS = (
 
 
 @dataclass(slots=True)
-class _Done:
+class Done:
+    """Calls that were made."""
+
     stretch: Stretch
     latencies_s: list[float]
     answers: list[bytes]
 
     def figure(self, in_flight: int) -> float:
+        """Return the median in milliseconds of one in flight, else calls per second."""
         if in_flight == 1:
             return percentile(self.latencies_s, 0.5) * 1000
         return len(self.latencies_s) / self.stretch.elapsed_s
 
 
-_Compared = tuple[_Done, _Done, _Done]
+_Compared = tuple[Done, Done, Done]
 """By the control plane, by an echo of bytes, by an echo of messages."""
 _End = tuple[Server, grpc.aio.Channel]
 
 
-async def _calls(
+async def calls(
     server: Server, channel: grpc.aio.Channel, method: str, requests: Sequence[bytes], in_flight: int
-) -> _Done:
+) -> Done:
     """Make all the calls, `in_flight` at once."""
     call: Any = channel.unary_unary(method)
     latencies, answers, clock = list[float](), list[bytes](), time.perf_counter
@@ -92,10 +97,10 @@ async def _calls(
             await work()
         else:
             await asyncio.gather(*(work() for _ in range(in_flight)))
-    return _Done(stretch, latencies, answers)
+    return Done(stretch, latencies, answers)
 
 
-def _check(kind: _Kind, made: payload.Conversations, done: _Done, count: int) -> None:
+def check(kind: Kind, made: payload.Conversations, done: Done, count: int) -> None:
     """Raise BenchError unless every call was answered with a conversation's location, each once."""
     found = {kind.location(raw).request_id for raw in done.answers}
     if len(found) != count or found != {made.request_id(number) for number in range(count)}:
@@ -115,10 +120,10 @@ async def run(options: Options, core: int | None) -> list[Row]:
         sizes, counts = dict[str, int](), dict[int, int]()
         for kind in KINDS:
             requests = [kind.request(made, number).SerializeToString() for number in range(_WARM_UP)]
-            done = await _calls(plane, channel, _SERVICE + kind.method, requests, 16)
+            done = await calls(plane, channel, SERVICE + kind.method, requests, 16)
             sizes[kind.name] = len(done.answers[0])
             for in_flight in _IN_FLIGHT:
-                bare_done = await _calls(bare, bare_channel, echo.unary_method(1000), requests, in_flight)
+                bare_done = await calls(bare, bare_channel, echo.unary_method(1000), requests, in_flight)
                 rate = _WARM_UP / bare_done.stretch.elapsed_s
                 counts[in_flight] = max(_IN_FLIGHT[-1], round(rate * options.seconds))
         await engine.free(made.request_id(number) for number in range(_WARM_UP))
@@ -145,7 +150,7 @@ async def run(options: Options, core: int | None) -> list[Row]:
 
 
 async def _compared(
-    kind: _Kind,
+    kind: Kind,
     made: payload.Conversations,
     count: int,
     in_flight: int,
@@ -157,17 +162,17 @@ async def _compared(
     """Make the same calls to the control plane and to both echoes, beginning with the `first` of these."""
     requests = [kind.request(made, index).SerializeToString() for index in range(count)]
     plane, bare = ends
-    calls = [
-        (plane, _SERVICE + kind.method),
+    ways = [
+        (plane, SERVICE + kind.method),
         (bare, echo.unary_method(answer_bytes)),
         (bare, echo.messages_method(kind.method, answer_bytes)),
     ]
-    done: dict[int, _Done] = {}
+    done: dict[int, Done] = {}
     for turn in range(3):
         which = (first + turn) % 3
-        end, method = calls[which]
-        done[which] = await _calls(*end, method, requests, in_flight)
-    _check(kind, made, done[0], count)
+        end, method = ways[which]
+        done[which] = await calls(*end, method, requests, in_flight)
+    check(kind, made, done[0], count)
     for each in done.values():
         each.answers.clear()
     return done[0], done[1], done[2]

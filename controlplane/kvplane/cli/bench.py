@@ -56,7 +56,8 @@ def bench_rpc(
         Path | None,
         typer.Option(
             help="Write a cProfile dump of the control plane in the measured stretches to this file;"
-            " needs one --only, not scale. It slows the control plane down, so the figures then say nothing."
+            " needs one --only, not scale or sight. It slows the control plane down, so the figures then say"
+            " nothing."
         ),
     ] = None,
 ) -> None:
@@ -73,7 +74,8 @@ def bench_rpc(
 
     unary: lookup, begin-turn and claim as single calls. turns: begin-turn and claim over the Turns stream;
     each conversation is announced before and claimed once, and all answers are checked. attach:
-    announcements over an engine's stream. scale: the control plane's CPU time per operation, over the
+    announcements over an engine's stream. sight: CPU time per call with metrics and logs, against one
+    without. scale: the control plane's CPU time per operation, over the
     streams, at 1,000, 100,000 and 1,000,000 live conversations, and its memory per conversation; also at
     100,000 of 500 blocks each. stall: lookups every 5 ms while 100,000 locations expire at one instant.
     """

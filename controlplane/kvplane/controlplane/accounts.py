@@ -13,9 +13,20 @@ _IDLE_S = 3600.0
 class Account:
     """What is held, and what came of it. Counts, and sums over time; `now` is in seconds of one clock."""
 
-    __slots__ = ("_block_s", "_since", "blocks", "conversations", "held_blocks", "saved_tokens", "tokens")
+    __slots__ = (
+        "block_s",
+        "blocks",
+        "conversations",
+        "held_blocks",
+        "is_shown",
+        "saved_tokens",
+        "since",
+        "tokens",
+    )
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, *, is_shown: bool) -> None:
+        self.is_shown = is_shown
+        """Whether it has a label of its own."""
         self.conversations = 0
         """Retained and claimable, as the next two."""
         self.tokens = 0
@@ -24,129 +35,93 @@ class Account:
         """Those, and those of open claims."""
         self.saved_tokens = 0
         """Tokens of locations that were read by a claim."""
-        self._block_s = 0.0
-        self._since = now
+        self.block_s = 0.0
+        """Blocks held, times the seconds they were, up to `since`."""
+        self.since = now
+        """When something changed last."""
 
     def block_seconds(self, now: float) -> float:
         """Return the sum of blocks held, times the seconds they were, up to now."""
-        return self._block_s + self.held_blocks * max(0.0, now - self._since)
+        return self.block_s + self.held_blocks * max(0.0, now - self.since)
 
-    def hold(self, blocks: int, now: float) -> None:
-        """Hold so many blocks more from now on, or less."""
-        if now > self._since:
-            self._block_s += self.held_blocks * (now - self._since)
-            self._since = now
-        self.held_blocks += blocks
+    def change(self, conversations: int, tokens: int, blocks: int, held: int, now: float) -> None:
+        """Have so much more of each from now on, or less."""
+        if now > self.since:
+            self.block_s += self.held_blocks * (now - self.since)
+            self.since = now
+        self.held_blocks += held
+        self.conversations += conversations
+        self.tokens += tokens
+        self.blocks += blocks
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is held."""
         return not self.conversations and not self.held_blocks
 
-    def idle_s(self, now: float) -> float:
-        """Return for how long nothing has changed, in seconds."""
-        return now - self._since
-
-
-class Row:
-    """What is shown of one name."""
-
-    __slots__ = ("block_seconds", "blocks", "conversations", "name", "saved_tokens", "tokens")
-
-    def __init__(self, name: str, account: Account, now: float) -> None:
-        self.name = name
-        self.conversations = account.conversations
-        self.tokens = account.tokens
-        self.blocks = account.blocks
-        self.saved_tokens = account.saved_tokens
-        self.block_seconds = account.block_seconds(now)
-
-    def less(self, part: Row) -> None:
-        """Take a part out of it."""
-        self.conversations -= part.conversations
-        self.tokens -= part.tokens
-        self.blocks -= part.blocks
-        self.saved_tokens -= part.saved_tokens
-        self.block_seconds = max(0.0, self.block_seconds - part.block_seconds)
-
 
 class Accounts:
-    """Accounts by name; at most `shown` of them are shown, as long as they last the same.
+    """Accounts by name; at most `shown` of them are shown by name, as long as they last the same.
 
-    A name that gets a label begins to count there; what it had counted before stays with the others, and what
-    it has counted when it gives the label up goes with it. So no sum that is shown ever falls.
+    A name that gets a label begins to count there, with what it holds now; what it has counted before stays
+    with the others. So no sum that is shown ever falls.
     """
 
     def __init__(self, shown: int, now: float) -> None:
         self._most = shown
         self._all: dict[str, Account] = {}
-        self._shown: dict[str, Row] = {}  # with what had been counted before
-        self._total = Account(now)
-        self._retired_s = 0.0
-        self._retired_tokens = 0
+        self._shown: dict[str, Account] = {}
+        self._others = Account(now, is_shown=True)
+        self._has_others = False
 
     def __len__(self) -> int:
         """Return for how many names there is an account."""
         return len(self._all)
 
-    def of(self, name: str, now: float) -> Account:
-        """Return the account of a name."""
+    def _of(self, name: str, now: float) -> Account:
+        """Return the account of a name, which gets a label if one is to be had."""
         account = self._all.get(name)
         if account is None:
-            account = self._all[name] = Account(now)
-        if name not in self._shown and len(self._shown) < self._most and name != OTHER:
-            before = Row(name, account, now)
-            before.conversations = before.tokens = before.blocks = 0  # what is there now is shown at once
-            self._shown[name] = before
+            account = self._all[name] = Account(now, is_shown=False)
+        if not account.is_shown and len(self._shown) < self._most and name != OTHER:
+            self._others.change(
+                -account.conversations, -account.tokens, -account.blocks, -account.held_blocks, now
+            )
+            account.is_shown, account.block_s, account.since = True, 0.0, now
+            self._shown[name] = account
         return account
 
     def add(self, name: str, sign: int, tokens: int, blocks: int, now: float) -> None:
         """Have a location of a name more, or with `sign` -1 one less."""
-        account = self.of(name, now)
-        for each in (account, self._total):
-            each.conversations += sign
-            each.tokens += sign * tokens
-            each.blocks += sign * blocks
-            each.hold(sign * blocks, now)
-        if account.is_empty and name not in self._shown:
-            del self._all[name]
+        self._change(name, sign, sign * tokens, sign * blocks, sign * blocks, now)
 
     def hold(self, name: str, blocks: int, now: float) -> None:
         """Hold blocks of a name for a claim, or no longer."""
-        account = self.of(name, now)
-        account.hold(blocks, now)
-        self._total.hold(blocks, now)
-        if account.is_empty and name not in self._shown:
-            del self._all[name]
+        self._change(name, 0, 0, 0, blocks, now)
 
-    def save(self, name: str, tokens: int, now: float) -> None:
+    def _change(self, name: str, conversations: int, tokens: int, blocks: int, held: int, now: float) -> None:
+        account = self._shown.get(name)
+        if account is None:
+            account = self._of(name, now)
+        account.change(conversations, tokens, blocks, held, now)
+        if not account.is_shown:
+            self._has_others = True
+            self._others.change(conversations, tokens, blocks, held, now)
+            if account.is_empty:
+                del self._all[name]
+
+    def save(self, name: str, tokens: int) -> None:
         """Count tokens that a claim has read."""
-        self._total.saved_tokens += tokens
-        if name in self._shown:
-            self.of(name, now).saved_tokens += tokens
+        account = self._shown.get(name)
+        if account is None:
+            self._has_others, account = True, self._others
+        account.saved_tokens += tokens
 
-    def rows(self, now: float) -> Iterator[Row]:
-        """Give what is shown, that of all others last, if there are any. O(shown)."""
-        for name in [name for name in self._shown if self._is_idle(name, now)]:
-            over = self._displayed(name, now)
-            self._retired_s += over.block_seconds
-            self._retired_tokens += over.saved_tokens
-            del self._shown[name], self._all[name]
-        rest = Row(OTHER, self._total, now)
-        rest.saved_tokens -= self._retired_tokens
-        rest.block_seconds = max(0.0, rest.block_seconds - self._retired_s)
-        for name in self._shown:
-            row = self._displayed(name, now)
-            rest.less(row)
-            yield row
-        if len(self._all) > len(self._shown) or rest.saved_tokens or rest.block_seconds > 1e-3:
-            yield rest
-
-    def _displayed(self, name: str, now: float) -> Row:
-        row = Row(name, self._all[name], now)
-        row.less(self._shown[name])
-        return row
-
-    def _is_idle(self, name: str, now: float) -> bool:
-        account = self._all[name]
-        return account.is_empty and account.idle_s(now) >= _IDLE_S
+    def rows(self, now: float) -> Iterator[tuple[str, Account]]:
+        """Give what is shown, that of all others last, if there ever were any. O(shown)."""
+        for name, account in list(self._shown.items()):
+            if account.is_empty and now - account.since >= _IDLE_S:
+                del self._shown[name], self._all[name]
+        yield from self._shown.items()
+        if self._has_others:
+            yield OTHER, self._others

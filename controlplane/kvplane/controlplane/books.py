@@ -58,11 +58,14 @@ class RetentionBooks:
         if before == after:
             return
         now = self.now()
-        for sizes, sign in ((before, -1), (after, 1)):
-            if sizes is not None:
-                engine_id, tenant_id, tokens, blocks = sizes
-                self.engines.add(engine_id, sign, tokens, blocks, now)
-                self.tenants.add(tenant_id, sign, tokens, blocks, now)
+        if before is not None:
+            engine_id, tenant_id, tokens, blocks = before
+            self.engines.add(engine_id, -1, tokens, blocks, now)
+            self.tenants.add(tenant_id, -1, tokens, blocks, now)
+        if after is not None:
+            engine_id, tenant_id, tokens, blocks = after
+            self.engines.add(engine_id, 1, tokens, blocks, now)
+            self.tenants.add(tenant_id, 1, tokens, blocks, now)
 
     def _on_claim(self, event: Event) -> None:
         key = event.key
@@ -88,9 +91,8 @@ class RetentionBooks:
         """See tally.Books: a claim that was read has saved its tokens."""
         claim = self._ended.pop(keys.claim(claim_id), None)
         if claim is not None and how == "read":
-            now = self.now()
-            self.engines.save(claim.engine_id, claim.tokens, now)
-            self.tenants.save(claim.tenant_id, claim.tokens, now)
+            self.engines.save(claim.engine_id, claim.tokens)
+            self.tenants.save(claim.tenant_id, claim.tokens)
 
 
 _QUARANTINES = keys.claim(m.QUARANTINE)

@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from kvplane.controlplane import model as m
-from kvplane.controlplane.accounts import Row
+from kvplane.controlplane.accounts import Account
 from kvplane.controlplane.books import ENGINES
 from kvplane.controlplane.meter import Meter
 from kvplane.controlplane.replicas import VERSION
@@ -94,7 +94,7 @@ METRICS = (
     _counter("operations", "Operations of Turns streams, by kind and gRPC code.", "operation", "code"),
     _gauge("operations_in_flight", "Operations of Turns streams under way, by kind.", "operation"),
     _histogram(
-        "operation_duration_seconds", "How long operations of Turns streams took that succeeded.", "operation"
+        "operation_duration_seconds", "How long operations of Turns streams took, one in eight.", "operation"
     ),
     _counter("refusals", "RPCs and operations refused, by reason.", "reason"),
     _counter("lookups", "Lookups, by what was known: hit, or why nothing could be offered.", "outcome"),
@@ -226,7 +226,7 @@ class ControlPlaneMetrics(Collector):
         yield "refusals", _labelled(meter.tally.refusals)
         yield (
             "store_calls",
-            (((operation, outcome.value), n) for (operation, outcome), n in meter.store_calls.items()),
+            (((operation, outcome), n) for (operation, outcome), n in meter.store_calls.items()),
         )
 
     def _conversations(self) -> Iterator[tuple[str, Samples]]:
@@ -254,7 +254,7 @@ class ControlPlaneMetrics(Collector):
         for prefix, accounts in (("", books.engines), ("tenant_", books.tenants)):
             rows = list(accounts.rows(now))
             for name, read in _OF_ROWS.items():
-                yield prefix + name, [((row.name,), read(row)) for row in rows]
+                yield prefix + name, [((label,), read(account, now)) for label, account in rows]
 
     def _engines(self) -> Iterator[tuple[str, Samples]]:
         census = self._meter.census
@@ -280,12 +280,12 @@ class ControlPlaneMetrics(Collector):
         yield "replica_rank", _single(plane.replicas.rank())
 
 
-_OF_ROWS: Mapping[str, Callable[[Row], float]] = {
-    "retained_conversations": lambda row: row.conversations,
-    "retained_tokens": lambda row: row.tokens,
-    "retained_blocks": lambda row: row.blocks,
-    "retained_block_seconds": lambda row: row.block_seconds,
-    "saved_tokens": lambda row: row.saved_tokens,
+_OF_ROWS: Mapping[str, Callable[[Account, float], float]] = {
+    "retained_conversations": lambda account, now: account.conversations,
+    "retained_tokens": lambda account, now: account.tokens,
+    "retained_blocks": lambda account, now: account.blocks,
+    "retained_block_seconds": lambda account, now: account.block_seconds(now),
+    "saved_tokens": lambda account, now: account.saved_tokens,
 }
 _OF_LOADS: Mapping[str, Callable[[m.EngineLoad], float]] = {
     "engine_free_blocks": lambda load: load.free_blocks,

@@ -68,6 +68,10 @@ ENGINE_EVENTS = (
 """What happens to engines. `replaced`: a newer incarnation fences off the one before."""
 
 
+_UNTIMED = float("nan")
+"""In place of when something began that is not timed; compared by identity."""
+
+
 class Histogram:
     """Counts of durations by fixed buckets."""
 
@@ -85,12 +89,17 @@ class Histogram:
 
 
 class CallTally:
-    """Calls of one method, or operations of one kind: by code, and how long they took."""
+    """Calls of one method, or operations of one kind: by code, and how long they took.
 
-    __slots__ = ("_now", "codes", "in_flight", "took")
+    Every one is counted; of `every` one is timed.
+    """
 
-    def __init__(self, now: Callable[[], float], *, timed: bool = True) -> None:
+    __slots__ = ("_every", "_next", "_now", "codes", "in_flight", "took")
+
+    def __init__(self, now: Callable[[], float], *, timed: bool = True, every: int = 1) -> None:
         self._now = now
+        self._every = every
+        self._next = every
         self.codes: dict[str, int] = {"OK": 0}
         self.took = Histogram() if timed else None
         """Of those that were answered OK; None for streams, which last as long as their callers like."""
@@ -100,13 +109,17 @@ class CallTally:
     def begin(self) -> float:
         """Note that one begins; returns when, for `done`."""
         self.in_flight += 1
+        self._next -= 1
+        if self._next:
+            return _UNTIMED
+        self._next = self._every
         return self._now()
 
     def done(self, began: float) -> None:
         """Count one that was answered OK."""
         self.in_flight -= 1
         self.codes["OK"] += 1
-        if self.took is not None:
+        if began is not _UNTIMED and self.took is not None:
             self.took.observe(self._now() - began)
 
     def ended(self, code: str) -> None:

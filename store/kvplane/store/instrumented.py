@@ -117,11 +117,14 @@ class InstrumentedStore(Store):
 
     async def transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> Transaction:
         """See Store."""
-        with _Call(self, "transact") as call:
+        began = self._clock.monotonic()  # not as a _Call: it is made several times per turn
+        try:
             done = await self._inner.transact(compares, operations)
-            if not done.succeeded:
-                call.outcome = Outcome.CONFLICT
-            return done
+        except BaseException as error:
+            self._report("transact", began, _outcome_of(error))
+            raise
+        self._report("transact", began, Outcome.OK if done.succeeded else Outcome.CONFLICT)
+        return done
 
     async def grant_lease(self, ttl_s: float) -> Lease:
         """See Store."""
@@ -147,7 +150,9 @@ class InstrumentedStore(Store):
         await self._inner.aclose()
 
     def _note(self, outcome: Outcome) -> None:
-        if outcome not in _NO_EVIDENCE:
+        if outcome is Outcome.OK:
+            self._healthy = True
+        elif outcome not in _NO_EVIDENCE:
             self._healthy = outcome is not Outcome.UNAVAILABLE
 
     def _report(self, operation: str, started: float, outcome: Outcome) -> None:
