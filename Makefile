@@ -15,7 +15,7 @@ SMALL_MODEL := .cache/small-model
 SOURCES := protos store controlplane connector deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-robustness lint generate venv vllm python clean distclean
+.PHONY: help demo test test-fast test-robustness lint generate venv vllm python clean distclean promtool
 
 help:
 	@echo "make demo | test | test-fast (neither vLLM nor faults) | test-robustness | lint | generate | venv | vllm | clean | distclean"
@@ -26,7 +26,7 @@ demo: venv vllm
 test: lint test-fast test-robustness vllm
 	$(BIN)/python -m pytest -m vllm --durations=15
 
-test-fast: venv
+test-fast: venv promtool
 	$(BIN)/python -m pytest -m "not vllm and not robustness"
 
 test-robustness: venv
@@ -41,6 +41,8 @@ lint: venv
 	$(BIN)/python protos/reference.py --check
 	$(BIN)/python -m deploy.reference.options --check
 	$(BIN)/python -m deploy.reference.drawings --check
+	$(BIN)/python -m deploy.grafana.generate --check
+	$(BIN)/python -m deploy.alerts.generate --check
 	$(BIN)/buf lint
 
 generate: venv
@@ -48,6 +50,11 @@ generate: venv
 	$(BIN)/python protos/reference.py
 	$(BIN)/python -m deploy.reference.options
 	$(BIN)/python -m deploy.reference.drawings
+	$(BIN)/python -m deploy.grafana.generate
+	$(BIN)/python -m deploy.alerts.generate
+
+promtool:
+	@deploy/alerts/get_promtool.sh .cache/promtool
 
 venv: $(STAMP)
 

@@ -73,6 +73,8 @@ class Asker:
         self._inquirer = Inquirer(engine_id, layout, chunk_tokens, timeout_s)
         self.counts: Counter[str] = Counter()
         """What happened how often: "asked", "answered", "timeout", "no_control_plane", "given_up"."""
+        self.answered_s = 0.0
+        """Seconds that those took that were answered, until the scheduler saw it."""
 
     def __len__(self) -> int:
         return len(self._asked)
@@ -158,6 +160,7 @@ class Asker:
     def _take(self, asked: _Asked, answer: Answer) -> None:
         if asked.slot.take() is answer:
             self.counts["answered"] += 1
+            self.answered_s += self._monotonic() - asked.asked_at
         asked.answer = answer
         if answer.claim is not None:
             asked.claim_id = answer.claim.claim_id

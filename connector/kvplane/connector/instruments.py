@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvplane.client.logs import debugging, get_logger, hashed
+from kvplane.connector.asking import Asker
 from kvplane.connector.config import ConnectorConfig
 from kvplane.connector.exposition import MetricsServer
 from kvplane.connector.keeper import FinishedTurn
@@ -53,9 +54,16 @@ class Instruments:
         self._debugging = debugging(_LOGGER)
 
     def start(
-        self, keeper: Any, session: Any, outcomes: Mapping[str, int], **others: Counter[str] | None
+        self,
+        keeper: Any,
+        session: Any,
+        outcomes: Mapping[str, int],
+        asker: Asker | None = None,
+        **others: Counter[str],
     ) -> None:
         """Begin to read from the keeper, the session, the prefills' outcomes, and other counts by metric.
+
+        `asker` is who asks the control plane, if anybody does.
 
         Raises:
             ConfigError: the port of the own /metrics cannot be had.
@@ -63,10 +71,17 @@ class Instruments:
 
         def snapshot() -> Snapshot:
             return take_snapshot(
-                self.meter, keeper, session, outcomes, monotonic=self._monotonic, others=more
+                self.meter,
+                keeper,
+                session,
+                outcomes,
+                monotonic=self._monotonic,
+                others=others,
+                question_s=0.0 if asker is None else asker.answered_s,
             )
 
-        more = {name: counts for name, counts in others.items() if counts is not None}
+        if asker is not None:
+            others["questions"] = asker.counts
 
         self._snapshot = snapshot
         if self._config.metrics_port and self._server is None:

@@ -58,6 +58,7 @@ METRICS = (
     _gauge("retained_blocks", "distinct KV blocks that are to stay for later turns"),
     _gauge("held_blocks", "distinct KV blocks held, those on their way out included"),
     _gauge("budget_blocks", "distinct KV blocks that may stay"),
+    _gauge("retained_bytes", "bytes of the blocks that are to stay, over all ranks of the engine"),
     _gauge("retained_conversations", "conversations of which a turn is held"),
     _counter("retained_turns", "turns retained and announced"),
     _counter("freed_turns", "retained turns whose blocks are free again: read, expired or given back"),
@@ -78,6 +79,7 @@ METRICS = (
     _counter("cache_resets", "times everything retained was forgotten", "cause"),
     _counter("faults", "faults of the connector itself; each costs reuse, never a request", "where"),
     _counter("questions", "questions of this prefill engine to the control plane", "outcome"),
+    _counter("question_seconds", "seconds that answers to those questions took, of answered ones"),
     _counter("reads", "reads by this prefill engine, and its peers put on the breaker", "outcome"),
     _counter("events", "whatever else the connector counts", "event"),
 )
@@ -89,7 +91,8 @@ class Meter:
 
     def __init__(self, block_size: int, bytes_per_block: int) -> None:
         self._block_size = block_size
-        self._bytes_per_block = bytes_per_block
+        self.bytes_per_block = bytes_per_block
+        """Of KV, in bytes."""
         self.faults: Counter[str] = Counter()
         """Faults by place."""
         self.resets: Counter[str] = Counter()
@@ -106,7 +109,7 @@ class Meter:
     def pulled(self, tokens: int) -> None:
         """Note a pull that brought this many tokens."""
         self.tokens["pulled"] += tokens
-        self.tokens["pulled_bytes"] += -(-tokens // self._block_size) * self._bytes_per_block
+        self.tokens["pulled_bytes"] += -(-tokens // self._block_size) * self.bytes_per_block
 
 
 class _Retention(Protocol):
@@ -168,6 +171,7 @@ def take_snapshot(
     *,
     monotonic: Callable[[], float],
     others: Mapping[str, Counter[str]] | None = None,
+    question_s: float = 0.0,
 ) -> Snapshot:
     """Return all values. From any thread; what is counted meanwhile may be in it or not. O(labels).
 
@@ -178,6 +182,7 @@ def take_snapshot(
         outcomes: of prefills, as "outcome" or "outcome:detail".
         monotonic: clock of the session.
         others: more counts, by the name of their metric, which has one label.
+        question_s: seconds that the control plane took to answer questions, all together.
     """
     values: dict[str, Counter[tuple[str, ...]]] = {metric.name: Counter() for metric in METRICS}
     for count, number in keeper.counts.copy().items():
@@ -202,7 +207,9 @@ def take_snapshot(
         "retained_blocks": keeper.retention.kept_blocks,
         "held_blocks": keeper.retention.held_blocks,
         "budget_blocks": keeper.retention.budget,
+        "retained_bytes": keeper.retention.kept_blocks * meter.bytes_per_block,
         "retained_conversations": len(keeper.retention),
+        "question_seconds": question_s,
         "pulled_tokens": tokens["pulled"],
         "pulled_bytes": tokens["pulled_bytes"],
         "verified_tokens": tokens["verified"],

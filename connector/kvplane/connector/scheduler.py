@@ -121,7 +121,7 @@ class KVPlaneConnectorScheduler(compat.SchedulerBase):  # type: ignore[misc]  # 
             self._keeper,
             self._session,
             self._ledger.outcomes,
-            questions=asker.counts if asker is not None else None,
+            asker,
             reads=self._reader.counts,
         )
         self._watch.tell(self._on_change)

@@ -469,6 +469,8 @@ class RouterServer:
             ejected = sum(e.up and getattr(e, role) and self._pool.ejected(e) for e in self._pool.engines)
             self.metrics.engines_ejected.labels(role).set(ejected)
         self.metrics.queued.set(self._admission.queued)
+        self.metrics.in_flight.set(self._admission.requests)
+        self.metrics.show_engines(self._pool.engines, self._pool.ejected, self._turns.rates)
 
     async def _tell_siblings(self) -> None:
         """Keep the gauges current: any of the processes may be asked for those of all."""

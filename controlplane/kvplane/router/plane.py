@@ -135,19 +135,24 @@ class Plane:
         """
         call = self._turns.begin_turn
         wait = self._wait_s if wait_s is None else wait_s
-        return await self._ask(
+        begun = await self._ask(
             "begin_turn",
             lambda: call(key, uuid.uuid4().hex, wait_s=wait, timeout_s=self._timeout_s + wait),
             limited=BegunTurn(0, None, MissReason.QUOTA, key),
         )
+        known = None if begun is None else begun.location or begun.miss or MissReason.UNKNOWN_CONVERSATION
+        self._metrics.looked_up(known)
+        return begun
 
     async def lookup(self, key: ConversationKey) -> Location | MissReason | None:
         """Learn what is known without beginning a turn."""
-        return await self._ask(
+        known = await self._ask(
             "lookup_location",
             lambda: self._turns.lookup_location(key, timeout_s=self._timeout_s),
             limited=MissReason.QUOTA,
         )
+        self._metrics.looked_up(known)
+        return known
 
     async def claim(
         self, key: ConversationKey, location: Location, reader_engine_id: str
@@ -224,6 +229,7 @@ class Plane:
         if self._open:
             self._metrics.plane_calls.labels(call, "skipped").inc()
             return None
+        began = self._monotonic()
         try:
             with Within(call):
                 answer = await ask()
@@ -253,7 +259,7 @@ class Plane:
             return None
         self._failures, self._answered = 0, True
         self._hold_s = _MIN_HOLD_S
-        self._metrics.plane_calls.labels(call, "ok").inc()
+        self._metrics.plane_answered(call, self._monotonic() - began)
         return answer
 
     def _note_failure(self, problem: str) -> None:

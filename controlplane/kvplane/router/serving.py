@@ -68,15 +68,15 @@ class TurnServer:
         self._metrics = metrics
         self._monotonic = monotonic
         self._memory = Memory()
-        self._rates = RateBook()
-        self._lessons = Lessons(self._memory, self._rates)
-        self._prefills = PrefillChoice(pool, self._memory, self._rates)
+        self.rates = RateBook()
+        self._lessons = Lessons(self._memory, self.rates)
+        self._prefills = PrefillChoice(pool, self._memory, self.rates)
         self._planner = TurnPlanner(
             settings,
             pool=pool,
             plane=plane,
             memory=self._memory,
-            rates=self._rates,
+            rates=self.rates,
             prefill=self._prefills,
             bodies=bodies,
         )
@@ -100,7 +100,7 @@ class TurnServer:
             return error_answer(turn, f"The router failed; its log has request {turn.request_id}.", 500)
         finally:
             turn.trail.ended(turn, int(status))
-            self._metrics.requests.labels(turn.path, turn.reason or "none", f"{status[0]}xx").inc()
+            self._metrics.ended(turn, status)
             decision = turn.decision
             log.info(
                 "turn_served",
