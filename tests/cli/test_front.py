@@ -27,6 +27,7 @@ NEAR = {"decode": ["http://127.0.0.1:1", "http://localhost:2", "http://[::1]:3"]
         {"host": "localhost"},
         {"host": "::1"},
         {"host": "0.0.0.0", "tls_cert": "c", "tls_key": "k", "client_ca": "a"},
+        {"host": "0.0.0.0", "tls_cert": "c", "tls_key": "k", "tenants": "t"},
         {"decode": ["https://10.0.0.2:8200"]},
         {"host": "0.0.0.0", "decode": ["http://10.0.0.2:8200"], "allow_remote": True},
     ],
@@ -44,7 +45,7 @@ def test_hops_that_are_protected_or_asked_for(options: dict[str, Any]) -> None:
         ({"host": "0.0.0.0"}, "--host 0.0.0.0: beyond loopback without encryption .* and authentication"),
         (
             {"host": "10.0.0.1", "tls_cert": "c", "tls_key": "k"},
-            r"--host 10.0.0.1: beyond loopback without authentication \(",
+            r"--host 10.0.0.1: beyond loopback without authentication \(--tenants, --client-ca\)",
         ),
         ({"decode": ["http://10.0.0.2:8200"]}, "--decode http://10.0.0.2:8200: .* without https"),
         ({"prefill": ["http://p:8100"]}, "--prefill http://p:8100: .* --allow-remote"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Awaitable, Coroutine
+import zlib
+from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -84,6 +85,15 @@ class Work:
     outcome: str = "cold"
     prompt_count: int = 0
     finish_reason: str = "length"
+
+    @property
+    def salt(self) -> str:
+        """What keeps its KV apart from other requests'."""
+        return str(self.body.get("cache_salt", ""))
+
+    def keys(self, tokens: Sequence[int]) -> list[int]:
+        """Return what cached blocks are found by: the KV that they should hold, and the salt."""
+        return kv.chain(tokens, seed=zlib.crc32(self.salt.encode()) if self.salt else 7)
 
     @property
     def params(self) -> Body:
@@ -181,7 +191,7 @@ class EngineCore:
             token_count=held.tokens,
             block_count=len(held.blocks),
             kv_transfer_params=json.dumps(params).encode(),
-            fingerprint=m.Fingerprint(kv.CHUNK_TOKENS, kv.fingerprint(self.config.model, tokens)),
+            fingerprint=m.Fingerprint(kv.CHUNK_TOKENS, kv.fingerprint(self.config.model + work.salt, tokens)),
             ttl_s=RETAIN_S - 5,
             endpoint=envelope["endpoint"],
         )
@@ -280,13 +290,13 @@ class EngineCore:
         if self.config.reads_refused:
             return 0, "cold"
         hashes = bytes.fromhex(promise["fingerprint"]["chain"])
-        equal = kv.matching_tokens(self.config.model, hashes, promise["token_count"], work.tokens)
+        equal = kv.matching_tokens(self.config.model + work.salt, hashes, promise["token_count"], work.tokens)
         work.matched_tokens = equal
         return equal, "pulled" if equal else "mismatch"
 
     async def prefill(self, work: Work) -> None:
         """Compute a prompt, as far as its KV is not known."""
-        keys = kv.chain(work.tokens)
+        keys = work.keys(work.tokens)
         # The last token is always computed: it is what the reply begins with.
         shared = self.pool.cached_prefix(keys[:-1]) if self.config.prefix_caching else []
         work.blocks = list(shared)
@@ -303,7 +313,7 @@ class EngineCore:
         missing = -(-len(work.kvs) // kv.BLOCK_TOKENS) - len(work.blocks)
         if missing > 0:
             work.blocks += await self._allocate(missing)
-        self.pool.write(work.blocks, work.kvs, kv.chain(work.tokens[: len(work.kvs)]))
+        self.pool.write(work.blocks, work.kvs, work.keys(work.tokens[: len(work.kvs)]))
 
     def next_token(self, work: Work) -> int | None:
         """Say the next token; None at the end of the reply."""

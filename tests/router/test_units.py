@@ -18,6 +18,7 @@ from kvplane.router.identity import IdentityError, conversation_id, tenant_of
 from kvplane.router.learned import Average, Memory, RateBook
 from kvplane.router.policy import Holder, Path, PathMode, Rates, Thresholds, TurnFacts, decide
 from kvplane.router.settings import RouterSettings, SettingsError, engine_url
+from kvplane.router.tenancy.caller import Caller
 
 CHAT, COMPLETIONS = ChatCompletions(), Completions()
 KEY = ConversationKey("t", "m", "c")
@@ -79,7 +80,8 @@ def test_an_id_is_taken_as_it_is_or_refused(text: str) -> None:
 
 def test_hashes_keep_tenants_apart() -> None:
     assert hashed("a", "bc") != hashed("ab", "c")
-    assert tenant_of({"x-tenant": "evil"}, "default") == "default"
+    assert tenant_of(None, "default") == "default"
+    assert tenant_of(Caller("acme"), "default") == "acme"
 
 
 # Policy

@@ -168,6 +168,11 @@ class Config(BaseSettings):
         " conversation, prompt_cache_key, previous_response_id, session_id), header:NAME, automatic.",
     )
     tenant: str = Field("default", description="Tenant that all requests of this router belong to.")
+    tenants: str | None = Field(
+        None,
+        description="TOML file with the tenants: their API keys (hashed), tokens and quotas; each request"
+        " needs one of them then. Read when it changes.",
+    )
     direct_max_new_tokens: int = Field(
         2048,
         ge=0,

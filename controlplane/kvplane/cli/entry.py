@@ -42,6 +42,7 @@ COMMANDS = {
     ),
     "end": Place("end", "end", "End a conversation: what is retained for it is freed at once."),
     "drain": Place("drain", "drain", "Take an engine out of use: nothing new is kept on it or read from it."),
+    "tenant": Place("tenant", "tenant_app", "Make keys and secrets for the file of --tenants, and check it."),
     "store": Place("store", "store_app", "Check, copy, bring back and empty the store of a control plane."),
     "access": Place("access", "access_app", "Who may call the control plane: tokens, and the access file."),
     "config": Place("main", "app", "Look at the configuration.", "config"),

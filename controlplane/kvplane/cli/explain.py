@@ -13,6 +13,7 @@ import typer
 
 from kvplane.cli.errors import StartError
 from kvplane.cli.output import Output
+from kvplane.router.reloading import FileProblemError, read_file
 from kvplane.router.settings import SettingsError, engine_url
 
 _TRIES = 16
@@ -27,21 +28,41 @@ def explain(
         str, typer.Option("--router", envvar="KVPLANE_ROUTER", help="Base URL of the router.")
     ] = "http://127.0.0.1:8000",
     output: Annotated[Output, typer.Option("--output", help="text or json.")] = Output.TEXT,
+    api_key_file: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key-file", help="File with an API key of the request's tenant, or an operator's."
+        ),
+    ] = None,
 ) -> None:
     """Say how the router served a request: its path, why, what it expected and what came of it."""
     try:
         base = engine_url(router, "--router")
     except SettingsError as error:
         raise StartError(str(error)) from None
-    told = _ask(f"{base}/debug/turns/{quote(request_id, safe='')}", base)
+    headers = {} if api_key_file is None else {"Authorization": f"Bearer {_key_in(api_key_file)}"}
+    asked = urllib.request.Request(f"{base}/debug/turns/{quote(request_id, safe='')}", headers=headers)
+    told = _ask(asked, base)
     typer.echo(json.dumps(told, indent=2) if output is Output.JSON else as_text(told))
 
 
-def _ask(url: str, base: str) -> dict[str, Any]:
+def _key_in(file: str) -> str:
+    try:
+        key = read_file(file, "--api-key-file").decode().strip()
+    except FileProblemError as error:
+        raise StartError(str(error)) from None
+    except ValueError:
+        key = ""
+    if not key.isascii() or not key.isprintable() or not key:
+        raise StartError(f"--api-key-file {file}: has to hold one key, printable ASCII in one line")
+    return key
+
+
+def _ask(asked: urllib.request.Request, base: str) -> dict[str, Any]:
     problem = ""
     for _ in range(_TRIES):
         try:
-            with urllib.request.urlopen(url, timeout=5.0) as response:
+            with urllib.request.urlopen(asked, timeout=5.0) as response:
                 told = json.load(response)
         except urllib.error.HTTPError as error:
             problem = _said(error)

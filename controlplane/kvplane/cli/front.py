@@ -48,13 +48,13 @@ def _check_front(config: Config) -> None:
     if is_loopback(config.host):
         return
     encrypted = server_files(config) is not None
-    authenticated = config.client_ca is not None
+    authenticated = config.client_ca is not None or config.tenants is not None
     if encrypted and authenticated:
         return
     if not config.allow_remote:
         missing = [
             *([] if encrypted else ["encryption (--tls-cert, --tls-key)"]),
-            *([] if authenticated else ["authentication (--client-ca)"]),
+            *([] if authenticated else ["authentication (--tenants, --client-ca)"]),
         ]
         raise SettingsError(
             f"--host {config.host}: beyond loopback without {' and '.join(missing)}; give that, use"

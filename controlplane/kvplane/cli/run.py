@@ -197,6 +197,8 @@ def _router_settings(config: Config, plane_address: str | None) -> RouterSetting
         path=PathMode(config.path),
         allow_path_header=config.allow_path_header,
         tenant_id=config.tenant,
+        tenants_file=config.tenants,
+        processes=config.workers,
         identity_sources=config.identity,
         thresholds=Thresholds(
             direct_max_new_tokens=config.direct_max_new_tokens,

@@ -1,14 +1,23 @@
-"""How many requests are taken on: bounded in all, bounded per engine, and a bounded queue between the two."""
+"""How many requests are taken on: bounded in all, bounded per engine, and a bounded queue between the two.
+
+Where there are tenants none takes all places (see `shares`), and those that wait are served in turn.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
+from bisect import insort
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
+
+from kvplane.router.shares import Shares
+
+TENANT: ContextVar[str] = ContextVar("TENANT", default="")
+"""Whose request is being served; "" where there are no tenants."""
 
 
 class Loaded(Protocol):
@@ -50,11 +59,15 @@ class OverloadedError(Exception):
 
 
 class _Waiting(asyncio.Event):
-    """One that waits for a place; set when it should look again. A lower `number` came earlier."""
+    """One that waits for a place; set when it should look again. A lower `order` is served earlier."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, order: tuple[int, int]) -> None:
         super().__init__()
-        self.number = number
+        self.order = order
+
+
+def _order(waiting: _Waiting) -> tuple[int, int]:
+    return waiting.order
 
 
 _WEIGHT = 0.1
@@ -70,36 +83,48 @@ class Admission:
     def __init__(self, limits: AdmissionLimits, monotonic: Callable[[], float]) -> None:
         self._limits = limits
         self._monotonic = monotonic
-        self._lines: dict[str, deque[_Waiting]] = {}
+        self._lines: dict[str, list[_Waiting]] = {}
         self._came = 0
+        self._round = 0
+        """The last one that somebody was served in."""
+        self._rounds: dict[str, int] = {}
+        """By tenant: the round of the last one of its that waits or has waited."""
+        self._under_way = Shares(limits.max_requests)
+        self._waiting = Shares(limits.max_queued)
         self._ended_at: float | None = None
         self._between_ends_s = 0.0
-        self.requests = 0
-        """Under way, those that wait included."""
-        self.queued = 0
-        """Those that wait for a place on an engine."""
         self._idle = asyncio.Event()
         self._idle.set()
 
+    @property
+    def requests(self) -> int:
+        """Requests under way, those that wait included."""
+        return self._under_way.taken
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait for a place on an engine."""
+        return self._waiting.taken
+
     def check(self) -> None:
         """Raise OverloadedError if one more request would not be taken on now."""
-        most = self._limits.max_requests
-        if most and self.requests >= most:
+        if not self._under_way.may_take(TENANT.get()):
+            most = self._limits.max_requests
             raise OverloadedError(
                 f"The router has {most} requests under way; try again later.", 429, self.retry_after_s()
             )
 
     async def __aenter__(self) -> Self:
         self.check()
-        self.requests += 1
+        self._under_way.take(TENANT.get())
         self._idle.clear()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.requests -= 1
-        if not self.requests:
+        self._under_way.give(TENANT.get())
+        if not self._under_way.taken:
             self._idle.set()
         now = self._monotonic()
         if self._ended_at is not None:
@@ -122,8 +147,9 @@ class Admission:
     async def place(self, kind: str, choose: Callable[[], L | None]) -> L | None:
         """Return an engine that `choose` gives and that has a place, as soon as there is one.
 
-        Requests of one `kind` (those that the same engines can serve) wait in one line. `choose` is asked
-        again each time a place may have become free; it should prefer engines with one. None is its answer
+        Requests of one `kind` (those that the same engines can serve) wait in one line, where one of each
+        tenant is served in turn, and a tenant's own as they came. `choose` is asked again each time a place
+        may have become free; it should prefer engines with one. None is its answer
         when there is no engine at all. The caller counts the request as outstanding before it awaits
         anything. Raises OverloadedError.
         """
@@ -132,16 +158,16 @@ class Admission:
             engine = choose()
             if engine is None or self.has_place(engine):
                 return engine
-        if self.queued >= self._limits.max_queued:
+        tenant = TENANT.get()
+        if not self._limits.max_queued or not self._waiting.may_take(tenant):
             raise OverloadedError(
                 "All engines are busy and the queue is full; try again later.", 429, self.retry_after_s()
             )
         if line is None:
-            line = self._lines[kind] = deque()
-        self._came += 1
-        turn = _Waiting(self._came)
-        line.append(turn)
-        self.queued += 1
+            line = self._lines[kind] = []
+        turn = _Waiting(self._place_in_turn(tenant))
+        insort(line, turn, key=_order)
+        self._waiting.take(tenant)
         try:
             async with asyncio.timeout(self._limits.queue_timeout_s):
                 while True:
@@ -149,23 +175,36 @@ class Admission:
                     turn.clear()
                     engine = choose()
                     if engine is None or self.has_place(engine):
+                        self._round = max(self._round, turn.order[0])
                         return engine
         except TimeoutError:
             raise OverloadedError(
                 "No engine became free in time; try again later.", 503, self.retry_after_s()
             ) from None
         finally:
-            self.queued -= 1
+            self._waiting.give(tenant)
             line.remove(turn)
             if line:
                 line[0].set()
             else:
                 del self._lines[kind]
 
+    def _place_in_turn(self, tenant: str) -> tuple[int, int]:
+        """Return where one that comes now is in the order: in the round after the tenant's last one.
+
+        Who had nothing waiting begins in the round that is being served, however many others wait.
+        """
+        if not self._waiting.taken:
+            self._rounds.clear()
+        self._came += 1
+        in_round = max(self._round, self._rounds.get(tenant, 0)) + 1 if tenant else 0
+        self._rounds[tenant] = in_round
+        return in_round, self._came
+
     def freed(self) -> None:
         """Have the first in each line look again: a place became free, or an engine came or went.
 
-        Lines may be for the same engines, so whoever came first looks first.
+        Lines may be for the same engines, so whoever is first of all looks first.
         """
-        for turn in sorted((line[0] for line in self._lines.values()), key=lambda turn: turn.number):
+        for turn in sorted((line[0] for line in self._lines.values()), key=_order):
             turn.set()

@@ -24,10 +24,11 @@ from kvplane.client.files import FileError
 from kvplane.client.model import Engine as RegisteredEngine
 from kvplane.client.turns import TurnsStream
 from kvplane.router import shapes, traced
-from kvplane.router.admission import Admission
+from kvplane.router.admission import TENANT, Admission
 from kvplane.router.api import Api
 from kvplane.router.bodies import Bodies
 from kvplane.router.chat import ChatCompletions, Completions
+from kvplane.router.clock import wall_s
 from kvplane.router.connections import engine_session
 from kvplane.router.conversations import Conversations
 from kvplane.router.discovery import DnsSource
@@ -39,6 +40,7 @@ from kvplane.router.metrics import RouterMetrics
 from kvplane.router.passing import Passing
 from kvplane.router.plane import Plane, PlaneClient, TurnsClient
 from kvplane.router.pool import EnginePool
+from kvplane.router.readiness import Readiness
 from kvplane.router.reloading import FileProblemError
 from kvplane.router.responses import Responses
 from kvplane.router.served import Served
@@ -47,6 +49,7 @@ from kvplane.router.settings import RouterSettings, SettingsError
 from kvplane.router.siblings import Siblings
 from kvplane.router.silence import Silence
 from kvplane.router.status_page import StatusPage
+from kvplane.router.tenancy.gate import Gate
 from kvplane.router.tls import Tls
 from kvplane.router.turn import Turn
 from kvplane.router.upstream import Upstream
@@ -85,7 +88,8 @@ class RouterServer:
     """A router. `async with` starts it and drains it at the end.
 
     `plane` is used and left open; without one a client of `settings.plane_address` is made and closed.
-    `owner` is the name under which it claims, unique among routers; `monotonic` reads seconds.
+    `owner` is the name under which it claims, unique among routers; `monotonic` reads seconds, `wall` seconds
+    since the epoch.
     `siblings` are router processes on the same port.
     """
 
@@ -97,6 +101,7 @@ class RouterServer:
         plane: PlaneClient | None = None,
         owner: str = "",
         monotonic: Callable[[], float] | None = None,
+        wall: Callable[[], float] = wall_s,
         siblings: Siblings | None = None,
         tracer: Tracer | None = None,
     ) -> None:
@@ -109,10 +114,12 @@ class RouterServer:
         self._own_turns: TurnsStream | None = None
         self._owner = owner or f"router-{uuid.uuid4().hex}"
         self._monotonic = monotonic
+        self._wall = wall
         self._plane: Plane | None = None
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession | None = None
         self._front: ssl.SSLContext | None = None
+        self._gate: Gate | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._ended: list[str] = []
         """What no longer runs in the background, and why."""
@@ -125,6 +132,7 @@ class RouterServer:
         self._explanations: Explanations
         self._pool: EnginePool
         self._silence: Silence
+        self._readiness: Readiness
         self._turns: TurnServer
         self._conversations: Conversations
         self._passing: Passing
@@ -155,12 +163,14 @@ class RouterServer:
         settings = self.settings
         monotonic = self._monotonic or asyncio.get_running_loop().time
         reach = settings.reach()
-        keys = EngineKeys(settings.engine_api_key_file)
+        keys = EngineKeys(settings.engine_api_key_file, for_requests=settings.tenants_file is not None)
         try:
             await keys.read()
             to_engines = await self._current(Tls("engine certificates", settings.engine_tls))
             if settings.tls is not None:
                 self._front = await self._current(Tls("the router's certificate", settings.tls))
+            if settings.tenants_file is not None:
+                await self._open_gate(settings.tenants_file, monotonic)
         except (KeyFileError, FileProblemError) as error:
             raise RouterStartError(str(error)) from None
         try:
@@ -188,6 +198,13 @@ class RouterServer:
             reach=reach,
         )
         self._silence = Silence(self._pool)
+        self._readiness = Readiness(
+            pool=self._pool,
+            silence=self._silence,
+            plane=lambda: self._plane,
+            draining=lambda: self._draining,
+            ended=self._ended,
+        )
         client: PlaneClient | None = self._plane_client
         turns: TurnsClient | None = self._plane_client
         if client is None and settings.plane_address is not None:
@@ -243,6 +260,14 @@ class RouterServer:
         await self._listen()
         return self.port
 
+    async def _open_gate(self, file: str, monotonic: Callable[[], float]) -> None:
+        """Have all requests be tenants'. Raises FileProblemError."""
+        self._gate = Gate(
+            file, share=self.settings.processes, metrics=self.metrics, monotonic=monotonic, wall=self._wall
+        )
+        await self._gate.start()
+        self._watch(self._gate.run(), "tenants")
+
     async def _current(self, tls: Tls) -> ssl.SSLContext:
         """Return a context that is kept current until the router stops. Raises FileProblemError."""
         context = await tls.start()
@@ -283,7 +308,8 @@ class RouterServer:
 
     async def _listen(self) -> None:
         settings = self.settings
-        app = web.Application(client_max_size=settings.max_body_bytes)
+        gates = [] if self._gate is None else [self._gate.let_in]
+        app = web.Application(client_max_size=settings.max_body_bytes, middlewares=gates)
         for path in APIS:
             app.router.add_post(path, self._generate)
         self._conversations.add_to(app.router)
@@ -294,11 +320,10 @@ class RouterServer:
             pool=self._pool,
             metrics=self.metrics,
             explanations=self._explanations,
-            readiness=self._readiness,
+            readiness=self._readiness.told,
             siblings=self._siblings,
         ).add_to(app.router)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/ready", self._ready)
+        self._readiness.add_to(app.router)
         app.router.add_get("/metrics", self._metrics)
         app.on_response_prepare.append(shapes.reshape)
         # A client that goes away cancels its handler, and with it the legs.
@@ -384,6 +409,8 @@ class RouterServer:
         if self._own_client is not None:
             await self._own_client.aclose()
             self._own_client = None
+        if self._gate is not None:
+            await self._gate.aclose()
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -392,7 +419,7 @@ class RouterServer:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         request_id = shapes.request_id(request)
-        trail = self._explanations.begin(request_id, request.path)
+        trail = self._explanations.begin(request_id, request.path, TENANT.get())
         turn = Turn(request, APIS[request.path], request_id, asyncio.get_running_loop().time(), trail)
         try:
             return await traced.served(self._tracer, turn, self._turns.serve(turn))
@@ -402,55 +429,6 @@ class RouterServer:
     def _merge(self, engines: Sequence[RegisteredEngine]) -> None:
         self._pool.merge(engines)
         self._silence.look()
-
-    def _silent(self) -> list[str]:
-        """Return what is wrong with announcements, as far as the control plane tells."""
-        known = self._plane is not None and self._plane.available
-        return [self._silence.problem] if known and self._silence.problem is not None else []
-
-    async def _health(self, request: web.Request) -> web.StreamResponse:
-        """Say that the router lives. It is degraded where it serves, but what it is for does not happen."""
-        if problems := [*self._ended, *self._silent()]:
-            status = "draining" if self._draining else "degraded"
-            return web.json_response({"status": status, "problems": problems})
-        return web.json_response({"status": "draining" if self._draining else "ok"})
-
-    async def _ready(self, request: web.Request) -> web.StreamResponse:
-        detail = self._readiness()
-        return web.json_response(detail, status=200 if detail["ready"] else 503)
-
-    def _readiness(self) -> dict[str, Any]:
-        prefill = [e for e in self._pool.engines if e.prefill]
-        decode = [e for e in self._pool.engines if e.decode]
-        plane = "none" if self._plane is None else "up" if self._plane.available else "unavailable"
-        problems = [f"{e.url} does not answer" for e in self._pool.engines if not e.up]
-        problems += [
-            f"{e.url} fails requests and is left alone for a while"
-            for e in self._pool.engines
-            if e.up and self._pool.ejected(e)
-        ]
-        if not decode:
-            problems.append(
-                "no decode engine is known: give --decode, or set kvplane_endpoint on the engines so that"
-                " their registration says where they are"
-            )
-        if not any(e.up for e in prefill):
-            problems.append("no prefill engine answers: decode engines compute prompts themselves")
-        if plane == "unavailable":
-            problems.append("the control plane does not answer: nothing is reused")
-        problems += [*self._ended, *self._silent(), *self._pool.misplaced(), *self._pool.refused_keys()]
-        problems += [f"{line}: not called" for line in self._pool.refused]
-        if mismatch := self._pool.mismatch():
-            problems.append(mismatch)
-        ready = any(e.up and not e.draining for e in decode) and not self._draining
-        return {
-            "ready": ready,
-            "draining": self._draining,
-            "prefill": {e.url: "up" if e.up else "down" for e in prefill},
-            "decode": {e.url: "up" if e.up else "down" for e in decode},
-            "control_plane": plane,
-            "problems": problems,
-        }
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
         return web.Response(body=await self.metrics_page(), headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -6,7 +6,8 @@ import asyncio
 
 from aiohttp import web
 
-from kvplane.router.admission import OverloadedError
+from kvplane.router.admission import TENANT, OverloadedError
+from kvplane.router.shares import Shares
 
 _SMALL = 64 * 1024
 """Smaller bodies that came with their headers are not counted: their requests are."""
@@ -32,10 +33,13 @@ class Bodies:
     def __init__(self, *, max_bytes: int, timeout_s: float, budget_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
-        self._budget_bytes = budget_bytes
         self._by_request: dict[int, int] = {}
-        self.held_bytes = 0
-        """Of bodies that are counted."""
+        self._held = Shares(budget_bytes)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of bodies that are counted."""
+        return self._held.taken
 
     async def read(self, request: web.Request) -> bytes:
         """Return a request's body.
@@ -77,11 +81,12 @@ class Bodies:
         held = self._by_request.get(id(request), 0)
         if size <= held:
             return
-        if self.held_bytes - held + size > self._budget_bytes:
+        tenant = TENANT.get()
+        if not self._held.may_take(tenant, size - held):
             raise OverloadedError("Too many bytes of requests are under way; try again later.", 503, 1)
-        self.held_bytes += size - held
+        self._held.take(tenant, size - held)
         self._by_request[id(request)] = size
 
     def done(self, request: web.Request) -> None:
         """Count a request's body no longer. Idempotent."""
-        self.held_bytes -= self._by_request.pop(id(request), 0)
+        self._held.give(TENANT.get(), self._by_request.pop(id(request), 0))

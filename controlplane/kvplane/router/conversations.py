@@ -13,6 +13,7 @@ from kvplane.router.bodies import Bodies, BodyError
 from kvplane.router.plane import Plane
 from kvplane.router.pool import EnginePool
 from kvplane.router.settings import RouterSettings
+from kvplane.router.tenancy.caller import caller_of
 
 # aiohttp's own pattern leaves out braces.
 _ONE = "/v1/conversations/{conversation_id:[^/]+}"
@@ -91,7 +92,7 @@ class Conversations:
             if not identity.usable_id(value) and (value or name != "adapter"):
                 most = identity.MAX_ID_BYTES
                 raise openai.BadRequestError(f"{name} must have 1 to {most} bytes in UTF-8.", name)
-        tenant = identity.tenant_of(request.headers, self._settings.tenant_id)
+        tenant = identity.tenant_of(caller_of(), self._settings.tenant_id)
         return ConversationKey(tenant, model, conversation_id, adapter)
 
     def _ttl_s(self, raw: bytes) -> float:

@@ -12,7 +12,9 @@ from aiohttp import web
 
 from kvplane.client.logs import hashed
 from kvplane.router import openai
+from kvplane.router.admission import TENANT
 from kvplane.router.policy import Decision, Rates, TurnFacts
+from kvplane.router.tenancy.caller import caller_of
 from kvplane.tracing.context import Within
 
 if TYPE_CHECKING:
@@ -257,21 +259,26 @@ class Explanations:
         self._capacity = capacity
         self._monotonic = monotonic
         self._remote = remote
-        self._trails: OrderedDict[str, Trail] = OrderedDict()
+        self._trails: OrderedDict[tuple[str, str], Trail] = OrderedDict()
+        """By tenant and request id: a tenant's ids are its own."""
 
-    def begin(self, request_id: str, api: str) -> Trail:
+    def begin(self, request_id: str, api: str, tenant: str = "") -> Trail:
         """Return the trail of a request that has arrived."""
         trail = Trail(request_id, api, self._monotonic)
         if self._capacity:
-            self._trails.pop(request_id, None)
-            self._trails[request_id] = trail
+            self._trails.pop((tenant, request_id), None)
+            self._trails[tenant, request_id] = trail
             while len(self._trails) > self._capacity:
                 self._trails.popitem(last=False)
         return trail
 
-    def find(self, request_id: str) -> Trail | None:
-        """Return the trail of a request, None if it is not on record."""
-        return self._trails.get(request_id)
+    def find(self, request_id: str, tenant: str = "") -> Trail | None:
+        """Return the trail of a tenant's request, None if it is not on record."""
+        return self._trails.get((tenant, request_id))
+
+    def _find_any(self, request_id: str) -> Trail | None:
+        """Return the latest trail under a request's id, whoever's it is."""
+        return next((self._trails[key] for key in reversed(self._trails) if key[1] == request_id), None)
 
     def newest(self) -> Iterator[Trail]:
         """Return the trails on record, that of the request which arrived last first."""
@@ -279,7 +286,8 @@ class Explanations:
 
     def refusal(self, request: web.Request) -> web.Response | None:
         """Return the answer to who may not read what is on record; None to who may."""
-        if self._remote or _from_here(request):
+        caller = caller_of()
+        if self._remote or _from_here(request) or (caller is not None and caller.operator):
             return None
         message = "Only loopback may read this; --debug-remote of the router opens it to others."
         return _json(openai.error_body(message, 403), 403)
@@ -291,7 +299,9 @@ class Explanations:
     async def _get(self, request: web.Request) -> web.Response:
         if (refusal := self.refusal(request)) is not None:
             return refusal
-        trail = self.find(request.match_info["request_id"])
+        caller, request_id = caller_of(), request.match_info["request_id"]
+        operator = caller is not None and caller.operator
+        trail = self._find_any(request_id) if operator else self.find(request_id, TENANT.get())
         if trail is None:
             return _json(
                 openai.error_body(

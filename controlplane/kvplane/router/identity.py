@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvplane.router.history import Trace
 from kvplane.router.response_id import read_response_id
+
+if TYPE_CHECKING:
+    from kvplane.router.tenancy.caller import Caller
 
 MAX_ID_BYTES = 256
 _TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
@@ -107,7 +110,9 @@ def conversation_id(
     return None, ""
 
 
-def tenant_of(headers: Mapping[str, str], configured: str) -> str:
-    """Return whose request this is. The one place to ask: never a field that a client can choose."""
-    del headers  # There is one tenant until callers are authenticated.
-    return configured
+def tenant_of(caller: Caller | None, configured: str) -> str:
+    """Return whose request this is. The one place to ask: never a field that a client can choose.
+
+    `caller` is who was verified to have sent it, None where all requests are of the one `configured` tenant.
+    """
+    return configured if caller is None else caller.tenant_id

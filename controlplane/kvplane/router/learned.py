@@ -72,7 +72,8 @@ class Memory:
     def __init__(self, capacity: int = 10_000) -> None:
         self._capacity = capacity
         self._conversations: OrderedDict[ConversationKey, _Remembered] = OrderedDict()
-        self._models: OrderedDict[str, Average] = OrderedDict()
+        self._models: OrderedDict[tuple[str, str], Average] = OrderedDict()
+        """By tenant and model: what one says moves no number that another sees."""
 
     def estimate(self, key: ConversationKey, text: PromptText) -> int:
         """Return how many tokens a prompt has."""
@@ -81,7 +82,7 @@ class Memory:
         known = self._conversations.get(key)
         ratio = known.ratio if known is not None else None
         if ratio is None:
-            model = self._models.get(key.model)
+            model = self._models.get((key.tenant_id, key.model))
             ratio = (model.value_or_last if model is not None else None) or DEFAULT_CHARACTERS_PER_TOKEN
         return int(text.characters / ratio)
 
@@ -126,9 +127,9 @@ class Memory:
         ratio = known.ratio if known is not None else None
         if tokens and text.tokens is None:
             ratio = min(_MAX_RATIO, max(_MIN_RATIO, text.characters / tokens))
-            model = self._models.pop(key.model, None) or Average()
+            model = self._models.pop((key.tenant_id, key.model), None) or Average()
             model.add(ratio)
-            self._models[key.model] = model
+            self._models[key.tenant_id, key.model] = model
         ids = 0 if text.ids is None else len(text.ids)
         if text.ids is not None:
             digest = _ids_digest(text.ids, ids)

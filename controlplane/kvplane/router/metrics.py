@@ -103,6 +103,13 @@ class RouterMetrics:
             ["status"],
             registry=registry,
         )
+        self.refused = Counter(
+            "kvplane_router_refused",
+            "Requests that were not let in where there are tenants, by status: 401 not authenticated, 403 not"
+            " theirs to ask, 429 beyond the tenant's quota, 503 tokens cannot be verified.",
+            ["status"],
+            registry=registry,
+        )
         self.queued = Gauge(
             "kvplane_router_queued",
             "Requests that wait for a place on an engine.",

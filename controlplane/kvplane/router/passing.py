@@ -33,6 +33,7 @@ from kvplane.router.responses import Responses
 from kvplane.router.sending import ClientStalledError, finish, send
 from kvplane.router.settings import RouterSettings
 from kvplane.router.shapes import path_error
+from kvplane.router.tenancy.caller import Caller, caller_of, not_found
 from kvplane.router.upstream import EngineAnswer, client_headers, engine_headers, unusable
 
 log = structlog.get_logger("kvplane.router")
@@ -153,7 +154,7 @@ class Passing:
             self._bodies.done(request)
 
     async def _passed(self, call: _Call) -> web.StreamResponse:
-        call.model, call.raw = _model_of(call.request, call.raw or b"")
+        call.model, call.raw = _model_of(call.request, call.raw or b"", caller_of())
         return await self._to_one_of(call, f"passed {call.model}", lambda: self._fit(call.model))
 
     def _fit(self, model: str) -> list[Engine]:
@@ -166,7 +167,10 @@ class Passing:
     async def _where_it_is(self, call: _Call) -> web.StreamResponse:
         """Ask the engine that made a response; where its id does not tell, one after another."""
         response_id = call.request.match_info["response_id"]
-        _, call.raw = _model_of(call.request, call.raw) if call.raw else ("", None)
+        caller = caller_of()
+        if caller is not None and not caller.owns(response_id):
+            return _error(call.request, str(not_found(response_id)), 404)
+        _, call.raw = _model_of(call.request, call.raw, caller) if call.raw else ("", None)
         known = read_response_id(response_id)
         engines = [e for e in self._pool.engines if e.decode]
         if known is not None:
@@ -241,7 +245,11 @@ class Passing:
         """
         request = call.request
         given = request.headers.get("x-request-id", "")
-        headers = engine_headers(request.headers.items(), given if is_harmless_id(given) else "")
+        headers = engine_headers(
+            request.headers.items(),
+            given if is_harmless_id(given) else "",
+            of_tenant=caller_of() is not None,
+        )
         if kind := request.headers.get("Content-Type"):
             headers["Content-Type"] = kind
         if not headers["X-Request-Id"]:
@@ -321,10 +329,10 @@ class _BrokeOffError(Exception):
     """The engine ended the connection, or has fallen silent, before its answer or in the middle of it."""
 
 
-def _model_of(request: web.Request, raw: bytes) -> tuple[str, bytes]:
+def _model_of(request: web.Request, raw: bytes, caller: Caller | None) -> tuple[str, bytes]:
     """Return the model that a request names, "" if none, and its body without what steers KV transfers.
 
-    Raises BadRequestError.
+    And made its caller's own. Raises BadRequestError, or OverloadedError.
     """
     if request.content_type.startswith("multipart/"):
         return form_model(raw), raw
@@ -336,7 +344,10 @@ def _model_of(request: web.Request, raw: bytes) -> tuple[str, bytes]:
         return "", raw  # The engine says what is wrong with it.
     model = body.get("model") if isinstance(body, dict) else None
     # A client can write a name in many ways, so it is the values that are looked through.
-    return (model if isinstance(model, str) else ""), dump(body) if drop_params(body) else raw
+    changed = drop_params(body)
+    if caller is not None:
+        changed = caller.mark_passed(request.path, body, len(raw)) or changed
+    return (model if isinstance(model, str) else ""), dump(body) if changed else raw
 
 
 def _error(

@@ -2,7 +2,8 @@
 
 A response that goes on from a stored one (`previous_response_id`) can only be made where that is stored, and
 the router keeps nothing: so the ids that it has engines give to responses say where each is and of which
-conversation it is part. `resp_` + random number + tag of the engine + root, 32, 8 and 32 hexadecimal digits.
+conversation it is part. `resp_` + random number + tag of the engine + root, 32, 8 and 32 hexadecimal digits;
+where there are tenants, 32 more prove whose it is.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import uuid
 from dataclasses import dataclass
 from hashlib import blake2b
 
-_ID = re.compile(r"resp_[0-9a-f]{32}([0-9a-f]{8})([0-9a-f]{32})")
+_ID = re.compile(r"resp_[0-9a-f]{32}([0-9a-f]{8})([0-9a-f]{32})(?:[0-9a-f]{32})?")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -14,6 +15,7 @@ from kvplane.router.engine import Engine
 from kvplane.router.openai import Body, dump, error_body, parse_json
 from kvplane.router.pool import EnginePool
 from kvplane.router.replies import scrub
+from kvplane.router.tenancy.caller import caller_of
 
 log = structlog.get_logger("kvplane.router")
 
@@ -86,7 +88,7 @@ class Served:
             async with (
                 asyncio.timeout(_ASK_S),
                 self._session.get(
-                    engine.at(path), headers=_authorization(request), allow_redirects=False
+                    engine.at(path), headers=_authorization(request, engine), allow_redirects=False
                 ) as response,
             ):
                 answer = parse_json(await response.read())
@@ -108,6 +110,9 @@ def _unreachable() -> web.Response:
     return answer
 
 
-def _authorization(request: web.Request) -> dict[str, str]:
+def _authorization(request: web.Request, engine: Engine) -> Mapping[str, str]:
+    """Return the credentials for an engine: the client's own, or where there are tenants the router's."""
+    if caller_of() is not None:
+        return engine.headers({})
     names = ("Authorization", "x-api-key")
     return {name: request.headers[name] for name in names if name in request.headers}

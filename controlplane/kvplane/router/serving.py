@@ -368,7 +368,7 @@ class TurnServer:
 
     async def _decode(self, turn: Turn, engine: Engine) -> web.StreamResponse:
         leg = turn.api.decode_body(turn.body, self._decode_params(turn, engine))
-        turn.api.name_answer(leg, engine.url, turn.root)
+        turn.name_answer(leg, engine.url)
         body = openai.dump(leg)
         headers = turn.headers
         if turn.path is Path.DIRECT and turn.location is not None:

@@ -137,6 +137,10 @@ class RouterSettings:
     allow_path_header: bool = True
     """Whether a request may force its path with the header x-kvplane-path."""
     tenant_id: str = "default"
+    tenants_file: str | None = None
+    """Who the tenants are; None: all requests are of `tenant_id`."""
+    processes: int = 1
+    """Of this router's on its port, each with its part of tenants' quotas."""
     identity_sources: tuple[str, ...] = SOURCES
     """Where conversation ids are looked for, in this order: body fields, "header:NAME", "automatic"."""
     thresholds: Thresholds = field(default_factory=Thresholds)
@@ -202,6 +206,10 @@ class RouterSettings:
             raise SettingsError("--engine-cert, --engine-key: one needs the other")
         if not 0 <= self.port <= 65535:
             raise SettingsError(f"--port {self.port}: must be 0 to 65535")
+        if self.tenants_file is not None and self.tenant_id != "default":
+            raise SettingsError(
+                f"--tenant {self.tenant_id}: leave it out, --tenants says whose requests are whose"
+            )
         if not 0 < len(self.tenant_id.encode("utf-8", "replace")) <= 256:
             raise SettingsError("--tenant: must be 1 to 256 bytes")
         for name in (

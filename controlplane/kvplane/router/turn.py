@@ -23,6 +23,7 @@ from kvplane.router.policy import Decision, Holder, Path, PathMode, TurnFacts, d
 from kvplane.router.pool import EnginePool
 from kvplane.router.response_id import engine_tag, read_response_id
 from kvplane.router.settings import RouterSettings
+from kvplane.router.tenancy.caller import Caller, caller_of, credentials
 from kvplane.router.upstream import Prefilled, engine_headers
 
 
@@ -35,6 +36,8 @@ class Turn:
     request_id: str
     arrived: float
     trail: Trail
+    caller: Caller | None = None
+    """Who sent it, where there are tenants."""
     body: Body = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
     text: openai.PromptText = openai.NO_TEXT
@@ -120,6 +123,12 @@ class Turn:
             headers["x-kvplane-prefill-ms"] = f"{self.prefilled.seconds * 1000:.1f}"
         return headers
 
+    def name_answer(self, leg: Body, engine_url: str) -> None:
+        """Set the id of the answer in a decode leg's body, where that says where and of what it is."""
+        self.api.name_answer(leg, engine_url, self.root)
+        if self.caller is not None:
+            self.caller.sign(self.api.path, leg)
+
     def went_cold(self, reason: str) -> None:
         """Note that the turn is served cold after all."""
         self.path, self.reason, self.reused_tokens, self.prefilled = Path.COLD, reason, 0, None
@@ -154,8 +163,12 @@ class TurnPlanner:
         """
         request = turn.request
         check_timeout(request.headers)
-        turn.body = body = openai.parse_body(await self._bodies.read(request))
-        turn.headers = engine_headers(request.headers.items(), turn.request_id)
+        raw = await self._bodies.read(request)
+        turn.body = body = openai.parse_body(raw)
+        if (caller := caller_of()) is not None:
+            turn.caller = caller
+            caller.check(body)
+        turn.headers = engine_headers(request.headers.items(), turn.request_id, of_tenant=caller is not None)
         mode = self._settings.path
         forced = request.headers.get("x-kvplane-path")
         if forced is not None and self._settings.allow_path_header:
@@ -169,7 +182,7 @@ class TurnPlanner:
         conversation, turn.identity = identity.conversation_id(body, request.headers, sources)
         if turn.identity == identity.AUTOMATIC:
             try:
-                turn.trace = trace(turn.api.history(body), body, request.headers)
+                turn.trace = trace(turn.api.history(body), body, credentials(request.headers))
             except RecursionError:
                 raise openai.BadRequestError("The request body is nested too deeply.") from None
             conversation = Trace.at(turn.trace.own, 0) if turn.trace is not None else None
@@ -180,10 +193,12 @@ class TurnPlanner:
         elif (model := self._model(turn)) is None:
             turn.reason = "model_unknown"
         else:
-            tenant = identity.tenant_of(request.headers, self._settings.tenant_id)
+            tenant = identity.tenant_of(caller, self._settings.tenant_id)
             turn.key = ConversationKey(tenant, model, conversation)
             if turn.trace is not None and turn.trace.before is not None:
                 turn.before = replace(turn.key, conversation_id=Trace.at(turn.trace.before, 0))
+        if caller is not None:
+            caller.mark(body, len(raw))
         return mode
 
     def _only_engine(self, turn: Turn) -> Engine | None:
