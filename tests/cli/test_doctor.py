@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 
 from deploy.rig.etcd import EtcdServer
 from kvplane.cli.doctor import engine_checks
@@ -18,6 +19,7 @@ from kvplane.cli.doctor.findings import Finding
 from kvplane.cli.doctor.plane_checks import check_clocks, check_replicas, check_store
 from kvplane.client import model as m
 from kvplane.controlplane.model import Settings
+from kvplane.router.tls import ServerFiles
 from kvplane.store.base import KeyValue, StoreFacts
 from kvplane.store.clock import SystemClock
 from kvplane.store.memory import MemoryStore
@@ -478,11 +480,49 @@ async def test_a_router_that_hears_nothing_of_its_decode_engine(f: Fleet) -> Non
     says(await f.diagnosed(), "router_degraded", "do as it says", url, "KVPlaneConnector")
 
 
-async def test_a_file_of_tenants_that_makes_no_sense(f: Fleet, tmp_path: Path) -> None:
+async def test_files_of_tenants_and_of_access_that_make_no_sense(f: Fleet, tmp_path: Path) -> None:
     await healthy(f)
     bad, good = tmp_path / "bad.toml", tmp_path / "good.toml"
     await asyncio.to_thread(bad.write_text, "[tenants.a]\nblocs = 7\n")
     await asyncio.to_thread(good.write_text, "[tenants.a]\nblocks = 7\n")
-    found = await f.diagnosed(tenant_limits=bad)
+    found = await f.diagnosed(files={"--tenant-limits": bad})
     says(found, "tenants_file", "mend what is named", "--tenant-limits", "blocs")
-    assert await f.diagnosed(tenant_limits=good) == {}
+    found = await f.diagnosed(files={"--access": bad})
+    says(found, "tenants_file", "mend what is named", "--access", str(bad))
+    done = await run("doctor", "--plane", f.addresses[0], "--tenant-limits", str(good), "-o", "json")
+    assert (done.code, done.json["findings"]) == (0, [])
+    done = await run("doctor", "--plane", f.addresses[0], "--access", str(tmp_path / "none"), "-o", "json")
+    assert [finding["code"] for finding in done.json["findings"]] == ["tenants_file"]
+
+
+async def test_a_router_with_a_certificate_of_its_own_and_a_key(f: Fleet, tmp_path: Path) -> None:
+    await healthy(f)
+    ca = trustme.CA()
+    files = {"ca": tmp_path / "ca.pem", "cert": tmp_path / "cert.pem", "key": tmp_path / "key.pem"}
+
+    def write() -> None:
+        issued = ca.issue_cert("127.0.0.1")
+        ca.cert_pem.write_to_path(str(files["ca"]))
+        issued.cert_chain_pems[0].write_to_path(str(files["cert"]))
+        issued.private_key_pem.write_to_path(str(files["key"]))
+        (tmp_path / "operator").write_text("k-123\n")
+
+    await asyncio.to_thread(write)
+    url = await f.router(tls=ServerFiles(str(files["cert"]), str(files["key"]), None))
+    url = f.routers[0] = url.replace("http:", "https:")
+    says(await f.diagnosed(), "router_unreachable", "--router URL", "certificate")
+    known = ("--http-ca", str(files["ca"]), "--api-key-file", str(tmp_path / "operator"))
+    done = await run("doctor", "--plane", f.addresses[0], "--router", url, *known, "-o", "json")
+    assert done.json["findings"] == []
+    top = await run("top", "--once", "--plane", f.addresses[0], "--router", url, *known, "-o", "json")
+    assert top.json["router"]["trouble"] is None
+
+
+@pytest.mark.parametrize("option", ["--http-ca", "--api-key-file"])
+async def test_files_to_reach_routers_with_are_named_if_they_are_of_no_use(
+    option: str, tmp_path: Path
+) -> None:
+    assert f"{option} /nowhere: no such file" in (await run("doctor", option, "/nowhere")).error
+    empty = tmp_path / "empty"
+    await asyncio.to_thread(empty.touch)
+    assert f"{option} {empty}: " in (await run("top", "--once", option, str(empty))).error

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from kvplane.cli.config import load_config
 from kvplane.client import model as m
 from kvplane.client.model import EngineId, EngineLoad, Location
 from tests.cli import people
@@ -229,3 +230,10 @@ async def test_of_several_replicas_one_has_to_answer(plane: Plane) -> None:
     await plane.engine("d")
     done = await run("engines", "-o", "json", "--plane", f"127.0.0.1:1,{plane.address}")
     assert [engine["id"] for engine in done.json["engines"]] == ["d"]
+
+
+@pytest.mark.parametrize(
+    "name", ["KVPLANE_HTTP_CA", "KVPLANE_ROUTER", "KVPLANE_PLANE_CA", "KVPLANE_PLANE_TOKEN_FILE"]
+)
+def test_variables_of_these_commands_are_no_mistake_to_servers(name: str) -> None:
+    load_config({}, None, {name: "x"})

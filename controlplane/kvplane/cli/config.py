@@ -33,6 +33,7 @@ _ENV_OF_OTHERS = frozenset(
         "KVPLANE_CONFIG",
         "KVPLANE_ENDPOINT",
         "KVPLANE_ETCD",
+        "KVPLANE_HTTP_CA",
         "KVPLANE_ROUTER",
         "KVPLANE_VLLM_VENV",
     }

@@ -4,15 +4,86 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+import ssl
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvplane.cli.errors import StartError
 
 if TYPE_CHECKING:
     import aiohttp
 
 _MOST_BYTES = 4 << 20
+_CONNECT_S = 3.0
 _SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
+
+
+RouterCa = Annotated[
+    str,
+    typer.Option(
+        "--http-ca",
+        envvar="KVPLANE_HTTP_CA",
+        help="File with the authorities of https certificates of routers and engines; by default"
+        " the system's.",
+    ),
+]
+ApiKeyFile = Annotated[
+    str,
+    typer.Option("--api-key-file", help="File with an operator's API key, for routers that have tenants."),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How routers, and engines, are reached by HTTP."""
+
+    context: ssl.SSLContext | None = None
+    """None: the system's authorities."""
+    key: str = ""
+    """Shown to routers only."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What is shown to a router."""
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+
+    def session(self, timeout_s: float) -> aiohttp.ClientSession:
+        """Return a session; the caller closes it."""
+        import aiohttp
+
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=True if self.context is None else self.context),
+            timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, _CONNECT_S)),
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+
+
+def reach(http_ca: str, api_key_file: str) -> Reach:
+    """Return what the options name. Raises StartError."""
+    context, key = None, ""
+    if http_ca:
+        try:
+            context = ssl.create_default_context(cafile=http_ca)
+        except (OSError, ssl.SSLError) as error:
+            raise StartError(f"--http-ca {http_ca}: {_why(error, 'no certificates in PEM')}") from None
+    if api_key_file:
+        try:
+            key = Path(api_key_file).read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise StartError(f"--api-key-file {api_key_file}: {_why(error, 'holds no key')}") from None
+        if not key or not key.isprintable():
+            raise StartError(f"--api-key-file {api_key_file}: has to hold one key, in one line")
+    return Reach(context, key)
+
+
+def _why(error: Exception, otherwise: str) -> str:
+    known = isinstance(error, OSError) and not isinstance(error, ssl.SSLError) and error.strerror
+    return str(known).lower() if known else otherwise
 
 
 class Answer:
@@ -28,12 +99,14 @@ class Answer:
         self.date = date
 
 
-async def fetch_text(session: aiohttp.ClientSession, url: str) -> Answer:
+async def fetch_text(
+    session: aiohttp.ClientSession, url: str, headers: Mapping[str, str] | None = None
+) -> Answer:
     """Get a URL; what goes wrong is in the answer."""
     import aiohttp
 
     try:
-        async with session.get(url, allow_redirects=False) as response:
+        async with session.get(url, allow_redirects=False, headers=headers) as response:
             raw = await response.content.read(_MOST_BYTES)
             while len(raw) < _MOST_BYTES and (more := await response.content.read(_MOST_BYTES - len(raw))):
                 raw += more
@@ -45,9 +118,11 @@ async def fetch_text(session: aiohttp.ClientSession, url: str) -> Answer:
         return Answer(" ".join(str(error).split())[:300] or type(error).__name__)
 
 
-async def fetch_json(session: aiohttp.ClientSession, url: str) -> Answer:
+async def fetch_json(
+    session: aiohttp.ClientSession, url: str, headers: Mapping[str, str] | None = None
+) -> Answer:
     """Get a URL with its body as JSON says it; None if it is none."""
-    answer = await fetch_text(session, url)
+    answer = await fetch_text(session, url, headers)
     try:
         answer.body = json.loads(answer.text) if answer.text else None
     except ValueError:

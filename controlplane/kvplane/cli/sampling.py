@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 from kvplane.cli.connection import Target, problem
 from kvplane.cli.engines import listed
-from kvplane.cli.fetch import by_label, fetch_text, samples
+from kvplane.cli.fetch import Reach, by_label, fetch_text, samples
 from kvplane.client import model as m
 from kvplane.client.client import ControlPlaneClient
 from kvplane.client.errors import ControlPlaneError
@@ -63,20 +63,18 @@ class Sample:
 class Sampler:
     """Looks at a control plane, all replicas that were named, and at a router, if one was."""
 
-    def __init__(self, target: Target, router: str, clock: SystemClock) -> None:
+    def __init__(self, target: Target, router: str, clock: SystemClock, how: Reach) -> None:
         self._target = target
         self._router = router
         self._clock = clock
+        self._how = how
         self._clients: list[ControlPlaneClient] = []
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
         self._clients = [self._target.client(address) for address in self._target.replicas()]
         if self._router:
-            import aiohttp
-
-            timeout = aiohttp.ClientTimeout(total=self._target.timeout_s)
-            self._session = aiohttp.ClientSession(timeout=timeout, cookie_jar=aiohttp.DummyCookieJar())
+            self._session = self._how.session(self._target.timeout_s)
         return self
 
     async def __aexit__(
@@ -119,9 +117,11 @@ class Sampler:
             return replace(last, at_s=self._clock.monotonic(), trouble=problem(self._target, error))
 
     async def _look_at_router(self, session: aiohttp.ClientSession) -> RouterSample:
-        answer = await fetch_text(session, f"{self._router}/metrics")
+        answer = await fetch_text(session, f"{self._router}/metrics", self._how.headers)
         if answer.trouble or answer.status != 200:
             said = answer.trouble or f"it answers {answer.status} to GET /metrics"
+            if answer.status in (401, 403):
+                said += "; show it an operator's key (--api-key-file)"
             return RouterSample(self._router, said)
         buckets: dict[str, list[tuple[float, float]]] = {}
         for labels, value in samples(answer.text, "kvplane_router_ttft_seconds_bucket"):

@@ -11,6 +11,7 @@ import typer
 
 from kvplane.cli.connection import Target, asks_plane, run
 from kvplane.cli.errors import StartError
+from kvplane.cli.fetch import ApiKeyFile, RouterCa, reach
 from kvplane.cli.output import Output, OutputOption, print_json, terminal
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ def top(
     interval: Annotated[
         float, typer.Option("--interval", "-n", help="Seconds between two looks.", min=0.2, max=3600.0)
     ] = 2.0,
+    http_ca: RouterCa = "",
+    api_key_file: ApiKeyFile = "",
     once: Annotated[bool, typer.Option("--once", help="Look once, print, and end: for scripts.")] = False,
     output: OutputOption = Output.TEXT,
 ) -> None:
@@ -45,8 +48,10 @@ def top(
     except SettingsError as error:
         raise StartError(str(error)) from None
 
+    how = reach(http_ca, api_key_file)
+
     async def work() -> None:
-        async with Sampler(target, url, SystemClock()) as sampler:
+        async with Sampler(target, url, SystemClock(), how) as sampler:
             if once:
                 await _once(sampler, output)
             else:

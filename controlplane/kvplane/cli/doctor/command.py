@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated
 
 import typer
 
 from kvplane.cli.connection import Target, asks_plane, run
 from kvplane.cli.doctor.findings import Finding, Severity
-from kvplane.cli.errors import ConfigError, StartError
+from kvplane.cli.errors import StartError
+from kvplane.cli.fetch import ApiKeyFile, Reach, RouterCa, reach
 from kvplane.cli.output import Output, OutputOption, plural, print_json, progress, shown
 
 _STEPS = 5
@@ -34,8 +36,13 @@ def doctor(
     ] = None,
     tenant_limits: Annotated[
         Path | None,
-        typer.Option("--tenant-limits", help="File that control planes are given by that option."),
+        typer.Option("--tenant-limits", help="Control planes' file of that option, to check it."),
     ] = None,
+    access: Annotated[
+        Path | None, typer.Option("--access", help="Control planes' file of that option, to check it.")
+    ] = None,
+    http_ca: RouterCa = "",
+    api_key_file: ApiKeyFile = "",
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Look for what keeps KV from being reused, and say how to mend it.
@@ -51,6 +58,8 @@ def doctor(
         engines = [engine_url(url, "--engine") for url in engine or ()]
     except SettingsError as error:
         raise StartError(str(error)) from None
+    how = reach(http_ca, api_key_file)
+    files = {option: file for option, file in _named(tenant_limits, access) if file is not None}
     done = 0
     with progress("looking") as advance:
 
@@ -60,7 +69,7 @@ def doctor(
             done += 1
 
         found, looked_at = run(
-            target, lambda: diagnose(target, routers, engines, tenant_limits=tenant_limits, step=step)
+            target, lambda: diagnose(target, routers, engines, files=files, step=step, how=how)
         )
     if output is Output.JSON:
         findings = [finding.as_json() for finding in found]
@@ -76,7 +85,8 @@ async def diagnose(
     routers: list[str],
     engines: list[str],
     *,
-    tenant_limits: Path | None = None,
+    files: Mapping[str, Path] = MappingProxyType({}),
+    how: Reach | None = None,
     step: Callable[[str], None] = lambda text: None,
 ) -> tuple[list[Finding], dict[str, int]]:
     """Look and check; returns what was found, problems first, and how much was looked at."""
@@ -86,9 +96,9 @@ async def diagnose(
     from kvplane.cli.doctor.gather import Gatherer
     from kvplane.store.clock import SystemClock
 
-    facts = await Gatherer(target, routers, engines, SystemClock(), step).gather()
-    if tenant_limits is not None and (trouble := await asyncio.to_thread(_limits_trouble, tenant_limits)):
-        facts = replace(facts, file_troubles=(("--tenant-limits", trouble),))
+    facts = await Gatherer(target, routers, engines, SystemClock(), step, how or Reach()).gather()
+    troubles = await asyncio.to_thread(_file_troubles, files)
+    facts = replace(facts, file_troubles=tuple(troubles))
     looked_at = {
         "control_plane": len(facts.planes),
         "engine": len(facts.engines or ()),
@@ -99,14 +109,23 @@ async def diagnose(
     return check(facts), looked_at
 
 
-def _limits_trouble(file: Path) -> str:
-    from kvplane.cli.tenant_limits import LimitsFile
+def _named(tenant_limits: Path | None, access: Path | None) -> list[tuple[str, Path | None]]:
+    return [("--tenant-limits", tenant_limits), ("--access", access)]
 
-    try:
-        LimitsFile(str(file))
-    except ConfigError as error:
-        return str(error)
-    return ""
+
+def _file_troubles(files: Mapping[str, Path]) -> list[tuple[str, str]]:
+    """Read files as those do that are given them; returns (option, what is wrong). Blocks."""
+    from kvplane.cli.tenant_limits import LimitsFile
+    from kvplane.controlplane.access import load_access
+
+    readers: dict[str, Callable[[str], object]] = {"--tenant-limits": LimitsFile, "--access": load_access}
+    troubles = list[tuple[str, str]]()
+    for option, file in files.items():
+        try:
+            readers[option](str(file))
+        except (ValueError, OSError) as error:
+            troubles.append((option, str(error)))
+    return troubles
 
 
 def as_text(found: list[Finding], looked_at: dict[str, int]) -> str:

@@ -18,7 +18,7 @@ from kvplane.cli.doctor.facts import (
     SideChannel,
 )
 from kvplane.cli.engines import listed
-from kvplane.cli.fetch import Answer, fetch_json, fetch_text, first_labels, total
+from kvplane.cli.fetch import Answer, Reach, fetch_json, fetch_text, first_labels, total
 from kvplane.client import model as m
 from kvplane.client.errors import ControlPlaneError, NotAllowedError, UnknownCallerError
 from kvplane.store.clock import SystemClock
@@ -43,17 +43,17 @@ class Gatherer:
         engines: Sequence[str],
         clock: SystemClock,
         step: Callable[[str], None],
+        how: Reach,
     ) -> None:
         self._target = target
         self._routers = routers
         self._engines = engines
         self._clock = clock
         self._step = step
+        self._how = how
 
     async def gather(self) -> Facts:
         """Return what there is to see; what does not answer is part of it."""
-        import aiohttp
-
         self._step("asking control planes")
         addresses = self._target.replicas()
         planes = await asyncio.gather(*(self._plane(address) for address in addresses))
@@ -64,8 +64,7 @@ class Gatherer:
                 engines = tuple(await listed(self._target))
             except ControlPlaneError:
                 engines = None  # the replicas have said why
-        timeout = aiohttp.ClientTimeout(total=self._target.timeout_s, sock_connect=_CONNECT_S)
-        async with aiohttp.ClientSession(timeout=timeout, cookie_jar=aiohttp.DummyCookieJar()) as session:
+        async with self._how.session(self._target.timeout_s) as session:
             self._step("asking routers")
             routers = await asyncio.gather(*(self._router(session, url) for url in self._routers))
             self._step("asking engines")
@@ -111,12 +110,13 @@ class Gatherer:
 
     async def _router(self, session: aiohttp.ClientSession, url: str) -> RouterFacts:
         sent_s = self._now_s()
-        health = await fetch_json(session, f"{url}/health")
+        health = await fetch_json(session, f"{url}/health", self._how.headers)
         clock = self._date(health, sent_s)
         if health.trouble or not isinstance(health.body, dict) or "status" not in health.body:
             return RouterFacts(url, health.trouble or "what answers there is no router of kvplane's")
         ready, text = await asyncio.gather(
-            fetch_json(session, f"{url}/ready"), fetch_text(session, f"{url}/metrics")
+            fetch_json(session, f"{url}/ready", self._how.headers),
+            fetch_text(session, f"{url}/metrics", self._how.headers),
         )
         requests = total(text.text, "kvplane_router_requests_total")
         body = ready.body if isinstance(ready.body, dict) else {}
