@@ -294,6 +294,7 @@ ROUTER = Row(
             (f"sum({_of(R + 'requests_in_flight')})", "under way"),
             (f"sum({_of(R + 'queued')})", "waiting for an engine"),
             (_rate(R + "overloaded_total", by="status"), "turned away, {{status}} per second"),
+            (_rate(R + "refused_total", by="status"), "not let in, {{status}} per second"),
         ),
         _graph(
             "Engines in rotation",

@@ -173,6 +173,15 @@ async def test_refusals_have_the_shape_of_the_api(tmp_path: Path) -> None:
             assert 'realm="kvplane"' in reply.headers["www-authenticate"]
 
 
+async def test_who_is_not_let_in_is_counted(tmp_path: Path) -> None:
+    async with tenants(tmp_path, alice="concurrent_requests = 1\nrequests_per_second = 0.01") as r:
+        for who in (None, None, "operator", "alice", "alice"):
+            await r.post(chat("hello"), headers={} if who is None else bearer(who))
+        _, _, metrics = await ask(r, "GET", "/metrics", bearer("operator"))
+        for status, times in (("401", 2), ("403", 1), ("429", 1)):
+            assert f'kvplane_router_refused_total{{status="{status}"}} {times}.0'.encode() in metrics
+
+
 async def test_keys_are_exchanged_while_it_runs_and_a_broken_file_changes_nothing(tmp_path: Path) -> None:
     async with tenants(tmp_path) as r:
         gate = r.router._gate
