@@ -13,6 +13,8 @@ from aiohttp import web
 
 from kvplane.router.engine import Engine
 from kvplane.router.openai import Body, dump, error_body, parse_json
+from kvplane.router.openapi import document
+from kvplane.router.passing import PASSED
 from kvplane.router.pool import EnginePool
 from kvplane.router.replies import scrub
 from kvplane.router.tenancy.caller import caller_of
@@ -27,17 +29,19 @@ except PackageNotFoundError:
 
 
 class Served:
-    """Serves `/v1/models` and `/version`. `session` talks to engines."""
+    """Serves `/v1/models`, `/version` and `/openapi.json`. `session` talks to engines."""
 
     def __init__(self, *, pool: EnginePool, session: aiohttp.ClientSession) -> None:
         self._pool = pool
         self._session = session
+        self._document: bytes | None = None
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         """Add the routes."""
         router.add_get("/v1/models", self._models)
         router.add_get("/v1/models/{model:.+}", self._model)
         router.add_get("/version", self._version)
+        router.add_get("/openapi.json", self._openapi)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         found = await self._union(request)
@@ -82,6 +86,12 @@ class Served:
             if answer is not None and isinstance(answer[1], dict) and "version" in answer[1]:
                 return _json({**answer[1], "kvplane": _VERSION})
         return _json({"version": None, "kvplane": _VERSION})
+
+    async def _openapi(self, request: web.Request) -> web.StreamResponse:
+        """Tell the router's routes and what belongs to them."""
+        if self._document is None:
+            self._document = dump(document(_VERSION, PASSED))
+        return _json(self._document)
 
     async def _ask(self, engine: Engine, path: str, request: web.Request) -> tuple[int, Any] | None:
         try:
