@@ -15,10 +15,10 @@ SMALL_MODEL := .cache/small-model
 SOURCES := protos store controlplane connector deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-robustness lint generate venv vllm python clean distclean promtool
+.PHONY: help demo audit test test-fast test-robustness lint generate venv vllm python clean distclean promtool
 
 help:
-	@echo "make demo | test | test-fast (neither vLLM nor faults) | test-robustness | lint | generate | venv | vllm | clean | distclean"
+	@echo "make demo | audit | test | test-fast (neither vLLM nor faults) | test-robustness | lint | generate | venv | vllm | clean | distclean"
 
 demo: venv vllm
 	@$(BIN)/python -m deploy.demo.demo $(DEMO_ARGS)
@@ -44,6 +44,10 @@ lint: venv
 	$(BIN)/python -m deploy.grafana.generate --check
 	$(BIN)/python -m deploy.alerts.generate --check
 	$(BIN)/buf lint
+
+# Exit code 3 of it: the source of advisories cannot be reached, so that nothing is known.
+audit: python
+	@$(PYTHON) deploy/audit.py
 
 generate: venv
 	$(BIN)/python protos/generate.py
