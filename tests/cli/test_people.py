@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 
 import pytest
 
 from kvplane.cli.config import load_config
+from kvplane.cli.connection import Target
 from kvplane.client import model as m
 from kvplane.client.model import EngineId, EngineLoad, Location
 from tests.cli import people
@@ -237,3 +239,15 @@ async def test_of_several_replicas_one_has_to_answer(plane: Plane) -> None:
 )
 def test_variables_of_these_commands_are_no_mistake_to_servers(name: str) -> None:
     load_config({}, None, {name: "x"})
+
+
+async def test_a_name_stands_for_all_replicas_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def getaddrinfo(host: str, port: int, **options: object) -> list[tuple[object, ...]]:
+        if host == "unknown":
+            raise socket.gaierror
+        return [(0, 0, 0, "", (address, port)) for address in ("10.0.0.1", "10.0.0.1", "fd00::7")]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    assert await Target("dns:///plane:50051", 1.0).replicas() == ["10.0.0.1:50051", "[fd00::7]:50051"]
+    assert await Target("dns:///unknown:50051", 1.0).replicas() == ["dns:///unknown:50051"]
+    assert await Target("10.0.0.1:1,10.0.0.2:2", 1.0).replicas() == ["10.0.0.1:1", "10.0.0.2:2"]

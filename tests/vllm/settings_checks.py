@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import LlamaConfig
+from vllm import envs
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.pooling_params import PoolingParams
@@ -23,7 +24,7 @@ from kvplane.connector.fingerprint import Context, Item
 from kvplane.connector.settings import kv_settings, plain
 from tests.vllm.group_checks import BLOCK, HEADS, full, layout_of, sliding
 from tests.vllm.runner import run
-from tests.vllm.scheduler_checks import config
+from tests.vllm.scheduler_checks import config, scheduler
 
 BASE = Context("m", "r", "bfloat16", settings="s")
 
@@ -264,6 +265,17 @@ def check_vllm_finds_the_class_that_refuses_to_push() -> None:
     )
     kind = KVConnectorFactory.get_connector_class(made.kv_transfer_config)
     assert "NixlPushConnector" in refusal(kind, made, None, layout_of([full()]))
+
+
+def check_what_people_want_to_know_is_in_the_registration() -> None:
+    made = scheduler("kv_producer")
+    said = made._session.spec.settings
+    assert (said.kv_role, said.refusal, said.kv_blocks_ttl_s) == ("kv_producer", "", 480.0)
+    # What it is announced under; the port is vLLM's own, one for each rank.
+    assert said.side_channel_host == "10.0.0.9"
+    assert said.side_channel_port == envs.VLLM_NIXL_SIDE_CHANNEL_PORT + 3
+    assert said.kv_digest == made._context.settings
+    assert len(said.kv_digest) == 32
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import re
+import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -25,6 +27,7 @@ T = TypeVar("T")
 
 DEFAULT_PLANE = "127.0.0.1:50051"
 _SHOWN = 300
+_DNS = re.compile(r"dns:(?:///)?([^/:\[\]]+):([0-9]{1,5})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +48,22 @@ class Target:
             address or self.address, timeout_s=self.timeout_s, credentials=self.credentials
         )
 
-    def replicas(self) -> list[str]:
-        """Return the addresses that were given, one by one."""
-        return [part.strip() for part in self.address.split(",")]
+    async def replicas(self) -> list[str]:
+        """Return the addresses of the replicas, one by one: those given, or all that a DNS name stands for.
+
+        By TLS the name is in the certificates, and what answers under it is asked as one.
+        """
+        name = _DNS.fullmatch(self.address)
+        if name is None or (self.credentials is not None and self.credentials.tls):
+            return [part.strip() for part in self.address.split(",")]
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(
+                name[1], int(name[2]), type=socket.SOCK_STREAM
+            )
+        except OSError:
+            return [self.address]  # gRPC says what is wrong with it
+        hosts = dict.fromkeys(str(address[0]) for *_, address in found)
+        return [f"[{host}]:{name[2]}" if ":" in host else f"{host}:{name[2]}" for host in hosts]
 
 
 def _file(option: str, what: str) -> Any:

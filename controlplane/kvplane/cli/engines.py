@@ -73,7 +73,7 @@ async def listed(
 
     async with AsyncExitStack() as stack:
         asked = clients or [
-            await stack.enter_async_context(target.client(address)) for address in target.replicas()
+            await stack.enter_async_context(target.client(address)) for address in await target.replicas()
         ]
         answers = await asyncio.gather(*(one(client) for client in asked))
     lists = [answer for answer in answers if isinstance(answer, list)]

@@ -72,7 +72,7 @@ class Sampler:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        self._clients = [self._target.client(address) for address in self._target.replicas()]
+        self._clients = [self._target.client(address) for address in await self._target.replicas()]
         if self._router:
             self._session = self._how.session(self._target.timeout_s)
         return self

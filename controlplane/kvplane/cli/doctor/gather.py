@@ -55,7 +55,7 @@ class Gatherer:
     async def gather(self) -> Facts:
         """Return what there is to see; what does not answer is part of it."""
         self._step("asking control planes")
-        addresses = self._target.replicas()
+        addresses = await self._target.replicas()
         planes = await asyncio.gather(*(self._plane(address) for address in addresses))
         engines: tuple[m.Engine, ...] | None = None
         if any(plane.status is not None or plane.too_old for plane in planes):
