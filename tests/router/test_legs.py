@@ -8,6 +8,8 @@ import pytest
 
 from tests.router.rig import chat, expected_reply, long_text, rig
 
+TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+
 
 @pytest.mark.parametrize(
     ("fields", "capped"),
@@ -102,7 +104,7 @@ async def test_headers_go_on_but_not_ours() -> None:
     async with rig() as r:
         sent = {
             "Authorization": "Bearer x",
-            "traceparent": "00-1",
+            "traceparent": TRACEPARENT,
             "X-Conversation-ID": "c",
             "x-kvplane-path": "cold",
             "Cookie": "a=b",
@@ -111,7 +113,7 @@ async def test_headers_go_on_but_not_ours() -> None:
         for headers in (r.p.headers[0], r.d.headers[0]):
             lower = {name.lower(): value for name, value in headers.items()}
             assert lower["authorization"] == "Bearer x"
-            assert lower["traceparent"] == "00-1"
+            assert lower["traceparent"] == TRACEPARENT
             assert not {"x-conversation-id", "x-kvplane-path", "cookie"} & set(lower)
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvplane.tracing.context import CURRENT, Span, Tracer, Within, checked, new_traceparent
+from kvplane.tracing.context import CURRENT, Span, Tracer, Within, checked, new_traceparent, trace_id_of
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 GIVEN = f"00-{TRACE}-{PARENT}-01"
@@ -33,6 +33,7 @@ GIVEN = f"00-{TRACE}-{PARENT}-01"
 )
 def test_what_is_a_traceparent(value: str, read: str) -> None:
     assert checked(value) == read
+    assert trace_id_of(value) == (TRACE if read else "")
 
 
 def test_a_new_one_is_one_and_another_each_time() -> None:

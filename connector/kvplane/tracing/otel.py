@@ -63,6 +63,8 @@ class RecordingTracer(Tracer):
         at_once: hand each span over when it ends; for tests.
     """
 
+    records = True
+
     def __init__(self, service: str, exporter: SpanExporter, *, at_once: bool = False) -> None:
         self._provider = TracerProvider(
             resource=Resource.create({"service.name": service}), shutdown_on_exit=False

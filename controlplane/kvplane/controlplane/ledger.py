@@ -19,7 +19,7 @@ from kvplane.controlplane.tally import Ended, Tally
 from kvplane.controlplane.throttle import Throttle
 from kvplane.store.base import Compare, Delete, KeyValue, Operation, Put, Store
 from kvplane.store.errors import LeaseNotFoundError, StoreUnavailableError
-from kvplane.tracing.context import Within
+from kvplane.tracing.context import CURRENT, Within
 
 log = structlog.get_logger(__name__)
 
@@ -197,8 +197,11 @@ class Ledger:
                 operations.append(write)
         began_at = self.clock.monotonic()
         try:
-            with Within("store.transact", operations=len(operations)):
+            if CURRENT.get() is None:
                 done = await self.store.transact(compares, operations)
+            else:
+                with Within("store.transact", operations=len(operations)):
+                    done = await self.store.transact(compares, operations)
         except LeaseNotFoundError as error:
             self._leases = {
                 bucket: lease for bucket, lease in self._leases.items() if lease.lease_id != error.lease_id

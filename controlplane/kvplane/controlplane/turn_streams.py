@@ -15,7 +15,7 @@ from kvplane.controlplane.errors import InvalidFieldError, status_of
 from kvplane.controlplane.tally import CallTally, Tally
 from kvplane.controlplane.turns import BegunTurn
 from kvplane.tracing.context import CURRENT as SPAN
-from kvplane.tracing.context import Tracer
+from kvplane.tracing.context import Tracer, trace_id_of
 from kvplane.v1 import location_pb2 as pb
 
 log = structlog.get_logger(__name__)
@@ -131,7 +131,9 @@ class _Stream:
             if taken is not None:
                 taken.ended(code.name)
             if reason == "INTERNAL":
-                log.error("rpc_failed", rpc="Turns", request_id=f"turns-{operation.id}", exc_info=error)
+                trace_id = trace_id_of(operation.traceparent) or None
+                named = {"rpc": "Turns", "request_id": f"turns-{operation.id}", "trace_id": trace_id}
+                log.error("rpc_failed", **named, exc_info=error)
             failed = self._ready.results.add(id=operation.id).error
             failed.code, failed.message, failed.reason = code.value[0], message, reason
         else:
@@ -151,7 +153,7 @@ class _Stream:
                         await asyncio.sleep(0)  # what never waits would hold up all others
                     while len(self._running) >= MAX_OUTSTANDING:
                         await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
-                    if operation.traceparent:
+                    if self._tracer.records and operation.traceparent:
                         begun = self._start(traced.operation(self._tracer, self._perform, operation))
                         traced.left()
                     else:
