@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import socket
 from dataclasses import replace
@@ -267,3 +268,41 @@ async def test_an_id_that_steers_nothing_goes_on() -> None:
         assert r.d.requests[0]["request_id"] == "mine"
         sent = {name.lower(): value for name, value in r.d.headers[0].items()}
         assert sent["x-request-id"] == "also-mine"
+
+
+@pytest.mark.parametrize("name", ["kv_transfer_params", "kv%5Ftransfer%5fparams", "ec_transfer_params"])
+async def test_a_form_in_a_urls_encoding_that_steers_transfers_is_refused(name: str) -> None:
+    async with rig() as r:
+        kind = {"Content-Type": "application/x-www-form-urlencoded"}
+        reply = await r.post(f"model=fake&{name}=x".encode(), to="/v1/audio/transcriptions", headers=kind)
+        assert (reply.status, "must not have the field" in reply.body["error"]["message"]) == (400, True)
+        assert not r.d.passed
+        reply = await r.post(b"model=fake&prompt=x", to="/v1/audio/transcriptions", headers=kind)
+        assert reply.status == 200
+
+
+@pytest.mark.parametrize("to", ["/v1/chat/completions", "/v1/embeddings"])
+async def test_trailers_of_clients_reach_no_engine(to: str) -> None:
+    seen = list[str]()
+
+    class Watching(Stub):
+        async def _post(self, request: web.Request) -> web.StreamResponse:
+            seen.append(repr(request.raw_headers) + await request.text())
+            return await super()._post(request)
+
+    async with front(Watching(Answer())) as f:
+        reader, writer = await asyncio.open_connection("127.0.0.1", f.router.port)
+        body = b'{"model":"fake","messages":[]}'
+        writer.write(
+            f"POST {to} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nTrailer: X-Other\r\n"
+            f"Connection: close\r\n\r\n{len(body):x}\r\n".encode()
+            + body
+            + b"\r\n0\r\nX-Data-Parallel-Rank: 7\r\nX-KVPlane-Tenant: other\r\n\r\n"
+        )
+        answer = await reader.read()
+        writer.close()
+    assert b" 200 " in answer.split(b"\r\n")[0]
+    assert len(seen) == 1
+    for word in ("parallel", "kvplane", "trailer"):
+        assert word not in seen[0].lower()
+        assert word.encode() not in answer.lower().replace(b"x-kvplane-", b"")

@@ -21,7 +21,7 @@ from kvplane.router.answers import cut_off
 from kvplane.router.bodies import Bodies, BodyError
 from kvplane.router.deadline import check_timeout, deadline
 from kvplane.router.engine import Engine
-from kvplane.router.forms import form_model
+from kvplane.router.forms import check_urlencoded, form_model
 from kvplane.router.metrics import RouterMetrics
 from kvplane.router.openai import BadRequestError, drop_params, dump, is_harmless_id, parse_json
 from kvplane.router.places import line
@@ -334,8 +334,14 @@ def _model_of(request: web.Request, raw: bytes, caller: Caller | None) -> tuple[
 
     And made its caller's own. Raises BadRequestError, or OverloadedError.
     """
-    if request.content_type.startswith("multipart/"):
-        return form_model(raw), raw
+    kind = request.content_type
+    if kind.startswith("multipart/") or kind == "application/x-www-form-urlencoded":
+        if caller is not None:
+            caller.mark_passed(request.path, None, len(raw))
+        if kind.startswith("multipart/"):
+            return form_model(raw), raw
+        check_urlencoded(raw)
+        return "", raw
     try:
         body = parse_json(raw)
     except BadRequestError:
