@@ -46,7 +46,7 @@ class Page:
     def spans(self) -> Iterator[str]:
         """Code within sentences."""
         for span in _SPAN.findall(self.prose):
-            yield " ".join(span.split())
+            yield " ".join(span.replace("\\|", "|").split())
 
     def links(self) -> Iterator[str]:
         prose = _SPAN.sub("", self.prose)

@@ -14,7 +14,7 @@ except ImportError as error:
 from kvplane.connector.internals import VersionError
 
 RUN_WITH = ("0.21.0", "0.28.0", "0.32.0")
-"""Versions of vLLM that kvplane's tests were run with; README says which tests."""
+"""Versions of vLLM that kvplane's tests were run with; deploy/CONNECTOR.md says which tests."""
 
 try:  # since NIXL was split into pull and push
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector as ConnectorBase

@@ -78,7 +78,7 @@ class CacheLayout:
 
     Attributes:
         groups: those that take part in a transfer, in vLLM's order.
-        refusal: why no KV of this engine can be reused, "" if it can. See README.
+        refusal: why no KV of this engine can be reused, "" if it can. See deploy/CONNECTOR.md.
         lookahead: tokens at the end of a prefix whose KV depends on what comes next (a drafter's).
         dcp_size: ranks of decode context parallelism.
     """
