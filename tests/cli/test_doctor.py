@@ -489,6 +489,8 @@ async def test_files_of_tenants_and_of_access_that_make_no_sense(f: Fleet, tmp_p
     says(found, "tenants_file", "mend what is named", "--tenant-limits", "blocs")
     found = await f.diagnosed(files={"--access": bad})
     says(found, "tenants_file", "mend what is named", "--access", str(bad))
+    found = await f.diagnosed(files={"--tenants": bad})
+    says(found, "tenants_file", "mend what is named", "--tenants", "blocs")
     done = await run("doctor", "--plane", f.addresses[0], "--tenant-limits", str(good), "-o", "json")
     assert (done.code, done.json["findings"]) == (0, [])
     done = await run("doctor", "--plane", f.addresses[0], "--access", str(tmp_path / "none"), "-o", "json")

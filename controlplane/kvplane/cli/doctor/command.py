@@ -41,6 +41,9 @@ def doctor(
     access: Annotated[
         Path | None, typer.Option("--access", help="Control planes' file of that option, to check it.")
     ] = None,
+    tenants: Annotated[
+        Path | None, typer.Option("--tenants", help="Routers' file of that option, to check it.")
+    ] = None,
     http_ca: RouterCa = "",
     api_key_file: ApiKeyFile = "",
     output: OutputOption = Output.TEXT,
@@ -59,7 +62,8 @@ def doctor(
     except SettingsError as error:
         raise StartError(str(error)) from None
     how = reach(http_ca, api_key_file)
-    files = {option: file for option, file in _named(tenant_limits, access) if file is not None}
+    named = {"--tenant-limits": tenant_limits, "--access": access, "--tenants": tenants}
+    files = {option: file for option, file in named.items() if file is not None}
     done = 0
     with progress("looking") as advance:
 
@@ -109,16 +113,17 @@ async def diagnose(
     return check(facts), looked_at
 
 
-def _named(tenant_limits: Path | None, access: Path | None) -> list[tuple[str, Path | None]]:
-    return [("--tenant-limits", tenant_limits), ("--access", access)]
-
-
 def _file_troubles(files: Mapping[str, Path]) -> list[tuple[str, str]]:
     """Read files as those do that are given them; returns (option, what is wrong). Blocks."""
     from kvplane.cli.tenant_limits import LimitsFile
     from kvplane.controlplane.access import load_access
+    from kvplane.router.tenancy.reading import read_tenants
 
-    readers: dict[str, Callable[[str], object]] = {"--tenant-limits": LimitsFile, "--access": load_access}
+    readers: dict[str, Callable[[str], object]] = {
+        "--tenant-limits": LimitsFile,
+        "--access": load_access,
+        "--tenants": read_tenants,
+    }
     troubles = list[tuple[str, str]]()
     for option, file in files.items():
         try:
