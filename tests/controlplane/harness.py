@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvplane.controlplane import model as m
+from kvplane.controlplane.meter import Meter
 from kvplane.controlplane.quotas import TenantLimits
 from kvplane.controlplane.server import ControlPlane
 from kvplane.store.base import EventBatch, Store
@@ -181,9 +182,10 @@ async def replica(
     clock: MovableClock,
     settings: m.Settings | None = None,
     limits: TenantLimits | None = None,
+    meter: Meter | None = None,
 ) -> AsyncIterator[ControlPlane]:
     """A control plane that runs; its store outlives it."""
-    plane = ControlPlane(store, clock, settings or m.Settings(), limits)
+    plane = ControlPlane(store, clock, settings or m.Settings(), limits, meter)
     tasks = plane.start()
     await settle()
     while not plane.mirror.caught_up.is_set():  # it waits for others' pulses, to agree on the time

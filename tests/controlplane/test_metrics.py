@@ -28,7 +28,7 @@ class Seen:
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
         assert wire.meter is not None
-        self.metrics = ControlPlaneMetrics(CollectorRegistry(), wire.server, wire.meter, store="memory")
+        self.metrics = ControlPlaneMetrics(CollectorRegistry(), wire.server.plane, wire.meter, store="memory")
 
     async def page(self) -> dict[str, dict[tuple[str, ...], float]]:
         text = (await self.metrics.page()).decode()

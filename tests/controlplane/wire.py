@@ -11,6 +11,7 @@ from google.protobuf import descriptor_pool, message_factory
 from kvplane.client import model as cm
 from kvplane.client.client import ControlPlaneClient, open_channel
 from kvplane.controlplane.meter import Meter
+from kvplane.controlplane.model import Settings
 from kvplane.controlplane.quotas import TenantLimits
 from kvplane.controlplane.server import ControlPlaneServer
 from kvplane.store.memory import MemoryStore
@@ -27,14 +28,21 @@ class Wire:
     """A server over a store that can fail, and clients of it."""
 
     def __init__(
-        self, limits: TenantLimits | None = None, *, metered: bool = False, tracer: Tracer | None = None
+        self,
+        limits: TenantLimits | None = None,
+        *,
+        metered: bool = False,
+        tracer: Tracer | None = None,
+        settings: Settings | None = None,
     ) -> None:
         self.clock = ManualClock()
         self.memory = MemoryStore(self.clock)
         self.store = FaultInjectingStore(self.memory)
         self.meter = Meter(self.clock) if metered else None
         store = self.store if self.meter is None else self.meter.instrument(self.store)
-        self.server = ControlPlaneServer(store, self.clock, limits=limits, meter=self.meter, tracer=tracer)
+        self.server = ControlPlaneServer(
+            store, self.clock, settings, limits=limits, meter=self.meter, tracer=tracer
+        )
         self.address = ""
 
     async def start(self) -> None:

@@ -148,7 +148,7 @@ async def _control_plane(config: Config, pages: list[Page]) -> AsyncIterator[Con
                     log.warning("store_unsound", problem=caution)
             if meter is not None:
                 kind = config.store.partition(":")[0]
-                pages.append(ControlPlaneMetrics(CollectorRegistry(), server, meter, store=kind).page)
+                pages.append(ControlPlaneMetrics(CollectorRegistry(), server.plane, meter, store=kind).page)
             async with following(limits, clock, server.plane.quotas):
                 yield server
         finally:

@@ -27,7 +27,7 @@ from kvplane.controlplane.accounts import Account
 from kvplane.controlplane.books import ENGINES
 from kvplane.controlplane.meter import Meter
 from kvplane.controlplane.replicas import VERSION
-from kvplane.controlplane.server import ControlPlaneServer
+from kvplane.controlplane.server import ControlPlane
 from kvplane.controlplane.tally import CallTally, Histogram
 
 T = TypeVar("T")
@@ -171,11 +171,9 @@ class ControlPlaneMetrics(Collector):
     `store` says what kind of store it has, such as "memory".
     """
 
-    def __init__(
-        self, registry: CollectorRegistry, server: ControlPlaneServer, meter: Meter, *, store: str
-    ) -> None:
+    def __init__(self, registry: CollectorRegistry, plane: ControlPlane, meter: Meter, *, store: str) -> None:
         self.registry = registry
-        self._server = server
+        self._plane = plane
         self._meter = meter
         self._build = (VERSION, platform.python_version(), store)
         self._ready: list[Family] | None = None
@@ -269,7 +267,7 @@ class ControlPlaneMetrics(Collector):
             yield metric, [((name,), read(load)) for name, load in loads]
 
     def _state(self) -> Iterator[tuple[str, Samples]]:
-        plane = self._server.plane
+        plane = self._plane
         yield "build_info", [(self._build, 1)]
         yield "healthy", _single(plane.status.serving)
         yield "engine_streams", _single(plane.attachments.streams)
