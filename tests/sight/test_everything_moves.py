@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -27,6 +28,7 @@ from tests.controlplane.wire import KEY, SPEC, Stream, Wire, wire_begin, wire_ke
 from tests.fakes import kv
 from tests.fakes.core import EngineConfig
 from tests.router.rig import CHAT, Rig, chat, long_text, rig, until
+from tests.router.tenants import write
 from tests.sight.moving import Watcher
 
 CANNOT = {
@@ -161,6 +163,15 @@ async def through_a_router() -> set[str]:
     return watcher.moved
 
 
+async def with_tenants(folder: Path) -> set[str]:
+    """Have a router turn away who says no name."""
+    async with rig(tenants_file=await asyncio.to_thread(write, folder, "")) as r:
+        watcher = Watcher((await r.router.metrics_page()).decode())
+        await r.post(chat("x"))
+        watcher.look((await r.router.metrics_page()).decode())
+    return watcher.moved
+
+
 async def what_goes_wrong(r: Rig, watcher: Watcher) -> None:
     """Have engines fail, clients go, requests queue and the control plane be away."""
 
@@ -177,15 +188,19 @@ async def what_goes_wrong(r: Rig, watcher: Watcher) -> None:
         await response.content.readany()
         response.close()
     await until(lambda: any(engine.aborted for engine in r.decode))
+    await until(lambda: r.router._admission.requests == 0)
     posts = [asyncio.create_task(r.post(chat("x", conversation=f"q{number}"))) for number in range(8)]
     await until(lambda: r.router._admission.queued and any(post.done() for post in posts))
     await look()
     for engine in r.decode:
         engine.gate.set()
     await asyncio.gather(*posts)
-    r.d.faults += ["500"] * 4
-    for number in range(10):
+    r.d.faults += ["500"] * 8
+    number = 0
+    while not any(r.router.pool.ejected(engine) for engine in r.router.pool.engines):
         await r.post(chat("x", conversation=f"f{number}"))
+        number += 1
+        assert number < 40
     await look()
     r.plane.down = True
     for number in range(3):
@@ -200,8 +215,8 @@ async def test_every_metric_of_the_control_plane_moves() -> None:
     assert of("controlplane") - moved == set()
 
 
-async def test_every_metric_of_the_router_moves() -> None:
-    moved = await through_a_router()
+async def test_every_metric_of_the_router_moves(tmp_path: Path) -> None:
+    moved = await through_a_router() | await with_tenants(tmp_path)
     assert of("router") - moved == set()
 
 
