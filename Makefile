@@ -40,6 +40,7 @@ lint: venv
 	$(BIN)/python protos/generate.py --check
 	$(BIN)/python protos/reference.py --check
 	$(BIN)/python -m deploy.reference.options --check
+	$(BIN)/python -m deploy.reference.limits --check
 	$(BIN)/python -m deploy.reference.drawings --check
 	$(BIN)/python -m deploy.grafana.generate --check
 	$(BIN)/python -m deploy.alerts.generate --check
@@ -53,6 +54,7 @@ generate: venv
 	$(BIN)/python protos/generate.py
 	$(BIN)/python protos/reference.py
 	$(BIN)/python -m deploy.reference.options
+	$(BIN)/python -m deploy.reference.limits
 	$(BIN)/python -m deploy.reference.drawings
 	$(BIN)/python -m deploy.grafana.generate
 	$(BIN)/python -m deploy.alerts.generate

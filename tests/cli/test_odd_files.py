@@ -10,6 +10,7 @@ import pytest
 from kvplane.cli.config import ConfigError, load_config
 from kvplane.controlplane.access import AccessFileError, load_access
 from kvplane.router.settings import SettingsError, engine_url
+from kvplane.store.files import MAX_FILE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -30,3 +31,10 @@ def test_a_url_of_several_lines_is_shown_in_one() -> None:
     with pytest.raises(SettingsError) as raised:
         engine_url("http://a\nb\x1b[2J")
     assert str(raised.value).isprintable()
+
+
+def test_a_configuration_of_megabytes_is_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "large.toml"
+    file.write_bytes(b"#" * (MAX_FILE_BYTES + 1))
+    with pytest.raises(ConfigError, match="larger than"):
+        load_config({}, file, {})

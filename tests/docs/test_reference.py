@@ -7,7 +7,7 @@ import subprocess
 import sys
 from xml.etree import ElementTree
 
-from deploy.reference import drawings, options
+from deploy.reference import drawings, limits, options
 from kvplane.controlplane.errors import refusals
 from kvplane.controlplane.roles import TABLE
 from kvplane.v1 import common_pb2, engine_pb2, location_pb2, status_pb2
@@ -18,6 +18,10 @@ API = (ROOT / "deploy" / "API.md").read_text()
 
 def test_the_option_reference_is_fresh() -> None:
     assert options.page() == options.TARGET.read_text(), "run 'make generate'"
+
+
+def test_the_table_of_limits_is_fresh() -> None:
+    assert limits.page() == limits.TARGET.read_text(), "run 'make generate'"
 
 
 def test_the_api_reference_has_everything() -> None:

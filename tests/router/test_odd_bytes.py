@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
 
+from kvplane.router import connections, served
 from kvplane.router.openai import read_object
 from kvplane.router.upstream import client_headers
 from tests.router.rig import CHAT, long_text, rig, until
@@ -78,3 +79,26 @@ async def test_what_engines_tell_each_other_is_not_in_a_list_of_models() -> None
         for path in ("/v1/models", "/v1/models/m"):
             async with f.http.get(f"http://127.0.0.1:{f.router.port}{path}") as response:
                 assert "kv_transfer_params" not in await response.text()
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize", "/v1/models"])
+async def test_an_answer_that_is_larger_than_any_is_read_no_further(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections.read_answer, "__defaults__", (100_000, b""))
+    monkeypatch.setattr(served, "MAX_LIST_BYTES", 100_000)
+    huge = json.dumps(WELL | {"filler": "x" * 2_000_000}).encode()
+
+    class Large(Stub):
+        async def _models(self, request: web.Request) -> web.StreamResponse:
+            return web.Response(body=huge if self.listed else b'{"data": [{"id": "fake"}]}')
+
+    async with front(stub := Large(Answer(huge))) as f:
+        stub.listed = 1
+        if path == "/v1/models":
+            async with f.http.get(f"http://127.0.0.1:{f.router.port}{path}") as response:
+                assert response.status == 503
+            return
+        status, _, body = await f.raw(path)
+        assert status == 502
+        assert b"filler" not in body

@@ -23,6 +23,7 @@ from pydantic_settings import (
 
 from kvplane.cli.errors import ConfigError as ConfigError
 from kvplane.router.identity import SOURCES
+from kvplane.store.files import MAX_FILE_BYTES
 
 ENV_PREFIX = "KVPLANE_"
 _DAY_S = 86_400
@@ -380,6 +381,8 @@ def _check_environment(environment: Mapping[str, str]) -> None:
 
 def _check_file(file: Path) -> dict[str, Any]:
     try:
+        if file.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"--config {file}: larger than {MAX_FILE_BYTES} bytes")
         tables = tomllib.loads(file.read_text())
     except OSError as error:
         raise ConfigError(f"--config {file}: {(error.strerror or 'cannot be read').lower()}") from None

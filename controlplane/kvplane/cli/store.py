@@ -24,7 +24,7 @@ from kvplane.cli.logs import configure_logs
 from kvplane.cli.output import Output
 from kvplane.controlplane.model import Settings
 from kvplane.controlplane.schema import SchemaError
-from kvplane.controlplane.upkeep.dump import DumpError, read_dump, write_dump
+from kvplane.controlplane.upkeep.dump import DumpError, lines_of, read_dump, write_dump
 from kvplane.controlplane.upkeep.findings import MEANING, Inventory
 from kvplane.controlplane.upkeep.inventory import take_inventory
 from kvplane.controlplane.upkeep.patient import PatientStore
@@ -242,7 +242,7 @@ def restore(
     """
     try:
         with _read(file) as stream, _progress("checked") as advance:
-            dumped = read_dump(stream, RESTORED, advance)
+            dumped = read_dump(lines_of(stream), RESTORED, advance)
     except (DumpError, SchemaError) as error:
         raise StartError(f"{'standard input' if file == '-' else file}: {error}") from None
 

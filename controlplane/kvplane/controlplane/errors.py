@@ -129,6 +129,13 @@ class RevisionGoneError(DomainError):
         super().__init__(f"revision {revision} cannot be watched from; list again", revision=str(revision))
 
 
+class TooManyStreamsError(DomainError):
+    """This replica serves as many streams of the kind as it may: call another one, or end some."""
+
+    def __init__(self, what: str, most: int) -> None:
+        super().__init__(f"this control plane serves {most} {what} already; end some, or call another one")
+
+
 class SupersededStreamError(DomainError):
     """The engine attached again: this stream is over."""
 
@@ -168,6 +175,7 @@ _TABLE: dict[type[Exception], tuple[grpc.StatusCode, str]] = {
     ContentionError: (_Code.ABORTED, "CONTENTION"),
     SupersededStreamError: (_Code.ABORTED, "STREAM_SUPERSEDED"),
     QuotaExceededError: (_Code.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED"),
+    TooManyStreamsError: (_Code.RESOURCE_EXHAUSTED, "TOO_MANY_STREAMS"),
     RevisionGoneError: (_Code.OUT_OF_RANGE, "REVISION_GONE"),
     ShuttingDownError: (_Code.UNAVAILABLE, "SHUTTING_DOWN"),
     store_errors.StoreUnavailableError: (_Code.UNAVAILABLE, "STORE_UNAVAILABLE"),

@@ -15,6 +15,7 @@ from kvplane.controlplane.errors import InvalidFieldError, RevisionGoneError
 from kvplane.controlplane.ledger import Ledger, own_location, understood
 from kvplane.controlplane.locations import Locations
 from kvplane.controlplane.paging import decode_token, encode_token
+from kvplane.controlplane.places import Places
 from kvplane.controlplane.rates import OperationRates
 from kvplane.controlplane.releases import Releases
 from kvplane.controlplane.tally import HIT, CallTally
@@ -26,6 +27,10 @@ from kvplane.store.errors import CompactedError, FutureRevisionError
 from kvplane.tracing.context import Tracer
 from kvplane.v1 import location_pb2, location_pb2_grpc
 
+MAX_WATCHES = 256
+"""WatchLocations streams of one replica: each is told of every change."""
+MAX_TURNS_STREAMS = 1024
+"""Turns streams of one replica: a router has one, and each may have hundreds of operations under way."""
 _LONG_BYTES = 2048 * validate.HASH_BYTES
 """Of a fingerprint's chain; a search through more entries takes as long as several other operations."""
 
@@ -58,6 +63,8 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         self._operations = operations
         self._tracer = tracer
         self._searching = asyncio.Lock()
+        self._watches = Places("watches", MAX_WATCHES)
+        self._streams = Places("Turns streams", MAX_TURNS_STREAMS)
 
     def _now(self) -> int:
         return self._ledger.clock.now_ms()
@@ -281,9 +288,10 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         tenant_id = validate.text("tenant_id", request.tenant_id, optional=True)
         prefix = keys.tenant_locations(tenant_id) if tenant_id else keys.LOCATIONS
         try:
-            async for batch in self._ledger.store.watch(prefix, from_revision=request.from_revision):
-                events = [event for event in map(self._event, batch.events) if event is not None]
-                yield location_pb2.WatchLocationsResponse(revision=batch.revision, events=events)
+            with self._watches:
+                async for batch in self._ledger.store.watch(prefix, from_revision=request.from_revision):
+                    events = [event for event in map(self._event, batch.events) if event is not None]
+                    yield location_pb2.WatchLocationsResponse(revision=batch.revision, events=events)
         except (CompactedError, FutureRevisionError):
             raise RevisionGoneError(request.from_revision) from None
 
@@ -303,15 +311,16 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         self, request_iterator: AsyncIterator[location_pb2.TurnsRequest], context: Any
     ) -> None:
         """See the protos. It writes its answers itself: each layer of generators costs a turn of the loop."""
-        await multiplexed(
-            self,
-            request_iterator,
-            context.write,
-            self._ledger.start,
-            self._tally,
-            self._operations,
-            self._tracer,
-        )
+        with self._streams:
+            await multiplexed(
+                self,
+                request_iterator,
+                context.write,
+                self._ledger.start,
+                self._tally,
+                self._operations,
+                self._tracer,
+            )
 
 
 def _by_fingerprint(request: location_pb2.LookupLocationRequest | location_pb2.BeginTurnRequest) -> bool:

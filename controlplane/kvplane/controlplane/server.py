@@ -51,6 +51,8 @@ log = structlog.get_logger(__name__)
 
 SERVICES = (ENGINE_SERVICE, LOCATION_SERVICE, STATUS_SERVICE)
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
+MAX_CALLS = 4096
+"""Calls and streams under way on one connection; callers wait with more."""
 _FIRST_READ_S = 3.0
 _RETRY_S = 0.5
 _HEALTH_EVERY_S = 1.0
@@ -210,6 +212,7 @@ class ControlPlaneServer:
         """
         options: list[tuple[str, Any]] = [
             ("grpc.so_reuseport", 0),
+            ("grpc.max_concurrent_streams", MAX_CALLS),
             ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
             ("grpc.max_send_message_length", MAX_ANSWER_BYTES),
             ("grpc.http2.min_ping_interval_without_data_ms", 1_000),

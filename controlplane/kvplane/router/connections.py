@@ -39,6 +39,29 @@ class Connector(aiohttp.TCPConnector):
         self._factory = make
 
 
+MAX_ANSWER_BYTES = 256 << 20
+"""Of an engine's answer that is not streamed."""
+MAX_LIST_BYTES = 8 << 20
+"""Of an engine's list of models, its version, and a page of pods."""
+
+
+async def read_answer(
+    response: aiohttp.ClientResponse, most: int = MAX_ANSWER_BYTES, first: bytes = b""
+) -> bytes:
+    """Return what is left of an answer's body, after what has been read `first`.
+
+    Raises aiohttp's ClientError, also for one that is too large, which it closes.
+    """
+    pieces, size = [first], len(first)
+    while piece := await response.content.readany():
+        pieces.append(piece)
+        size += len(piece)
+        if size > most:
+            response.close()
+            raise aiohttp.ClientPayloadError(f"the answer is larger than {most} bytes")
+    return b"".join(pieces)
+
+
 def engine_session(settings: RouterSettings, context: ssl.SSLContext, reach: Reach) -> aiohttp.ClientSession:
     """Return what talks to engines; `context` is for those by https. The caller closes it."""
     return aiohttp.ClientSession(

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import structlog
 
-from kvplane.router.connections import Connector
+from kvplane.router.connections import Connector, read_answer
 from kvplane.router.discovery import Found, OnFound, Roles, merged
 from kvplane.router.settings import KubernetesSettings, SettingsError, engine_url
 
@@ -23,6 +23,9 @@ _PAGE = 500
 _WATCH_S = 240
 """The API server ends a watch after so many seconds, and the next one goes on from there."""
 _LONGEST_EVENT = 4 * 1024 * 1024
+_LONGEST_LIST = 64 * 1024 * 1024
+_MOST_PAGES = 200
+"""More pods than a router can use."""
 _ANSWER_TIMEOUT_S = 10.0
 
 
@@ -120,9 +123,9 @@ class KubernetesSource:
         """List the pods of a selector, page by page, and take them in place of what was known."""
         found: dict[str, str] = {}
         query = {"labelSelector": watched.selector, "limit": str(_PAGE)}
-        while True:
+        for _ in range(_MOST_PAGES):
             async with asyncio.timeout(_ANSWER_TIMEOUT_S), await self._get(query) as response:
-                answer = await response.json(content_type=None)
+                answer = json.loads(await read_answer(response, _LONGEST_LIST))
             if not isinstance(answer, dict) or not isinstance(answer.get("items"), list):
                 raise KubernetesError("the answer is no list of pods")
             for pod in answer["items"]:
@@ -131,6 +134,8 @@ class KubernetesSource:
             if not metadata.get("continue"):
                 break
             query["continue"] = str(metadata["continue"])
+        else:
+            raise KubernetesError(f"the selector matches more than {_MOST_PAGES * _PAGE} pods")
         pods.clear()
         pods.update(found)
         watched.version = str(metadata.get("resourceVersion") or "")

@@ -19,6 +19,7 @@ from yarl import URL
 from kvplane.router.admission import Admission, OverloadedError
 from kvplane.router.answers import cut_off
 from kvplane.router.bodies import Bodies, BodyError
+from kvplane.router.connections import read_answer
 from kvplane.router.deadline import check_timeout, deadline
 from kvplane.router.engine import Engine
 from kvplane.router.forms import check_urlencoded, form_model
@@ -272,7 +273,7 @@ class Passing:
                 if response.content_type == "text/event-stream" or unusable(response):
                     return response, None
                 try:
-                    return response, scrubbed(await response.read())
+                    return response, scrubbed(await read_answer(response))
                 except BaseException:
                     response.close()
                     raise

@@ -10,6 +10,7 @@ import aiohttp
 import structlog
 
 from kvplane.router import openai
+from kvplane.router.connections import MAX_LIST_BYTES, read_answer
 from kvplane.router.engine import Engine
 from kvplane.router.keys import EngineKeys
 from kvplane.router.mistakes import refused_key
@@ -158,5 +159,7 @@ class Prober:
                 if status not in _UNAUTHORIZED:
                     if self._keys.for_requests:
                         engine.api_key = key or ""
-                    return status, openai.parse_json(await response.read()) if status == 200 else None
+                    return status, openai.parse_json(
+                        await read_answer(response, MAX_LIST_BYTES)
+                    ) if status == 200 else None
         return status, None

@@ -11,6 +11,7 @@ import aiohttp
 import structlog
 from aiohttp import web
 
+from kvplane.router.connections import MAX_LIST_BYTES, read_answer
 from kvplane.router.engine import Engine
 from kvplane.router.openai import Body, dump, error_body, parse_json
 from kvplane.router.openapi import document
@@ -101,7 +102,7 @@ class Served:
                     engine.at(path), headers=_authorization(request, engine), allow_redirects=False
                 ) as response,
             ):
-                answer = parse_json(await response.read())
+                answer = parse_json(await read_answer(response, MAX_LIST_BYTES))
                 scrub(answer)
                 return response.status, answer
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:

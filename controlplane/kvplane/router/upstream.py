@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 
 from kvplane.router.api import Api, count
+from kvplane.router.connections import read_answer
 from kvplane.router.engine import Engine
 from kvplane.router.openai import Body, error_code
 from kvplane.router.pool import EnginePool
@@ -390,7 +391,7 @@ class Upstream:
         """Return an answer that is not streamed, without what is not for clients. Raises LegFailedError."""
         try:
             try:
-                raw = first + await response.content.read()
+                raw = await read_answer(response, first=first)
             except (aiohttp.ClientError, OSError) as error:
                 raise self._broke(engine, error) from error
             try:
@@ -409,7 +410,7 @@ class Upstream:
 
     async def _whole(self, engine: Engine, response: aiohttp.ClientResponse) -> EngineAnswer:
         try:
-            body = await response.read()
+            body = await read_answer(response)
         except (aiohttp.ClientError, OSError) as error:
             response.close()
             raise self._broke(engine, error) from error

@@ -19,9 +19,10 @@ import asyncio
 import base64
 import binascii
 import json
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, BinaryIO
 
 from kvplane.controlplane import model as m
 from kvplane.controlplane.records import UnreadableRecordError
@@ -31,6 +32,8 @@ from kvplane.store.base import MAX_KEY_BYTES, MAX_VALUE_BYTES, KeyValue, Store
 from kvplane.store.clock import Clock
 
 FORMAT = 1
+MAX_LINE_BYTES = 2 * (MAX_KEY_BYTES + MAX_VALUE_BYTES)
+"""A record's key and value in base64, and its other members."""
 _MAX_SCHEMA = 2**31 - 1
 
 
@@ -119,6 +122,11 @@ def read_dump(
     return reader.finish()
 
 
+def lines_of(stream: BinaryIO) -> Iterator[bytes]:
+    """Return a dump's lines; of one that is too long no more than shows it."""
+    return iter(partial(stream.readline, MAX_LINE_BYTES + 1), b"")
+
+
 class _DumpReader:
     def __init__(self, keep: frozenset[kinds.Kind]) -> None:
         self._keep = keep
@@ -131,6 +139,8 @@ class _DumpReader:
         self._records: list[tuple[bytes, bytes]] = []
 
     def read(self, number: int, line: bytes) -> None:
+        if len(line) > MAX_LINE_BYTES:
+            raise DumpError(f"line {number}: longer than any record's")
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
