@@ -119,7 +119,9 @@ async def test_a_location_that_is_read_has_saved_its_tokens(seen: Seen) -> None:
     stream.end()
 
 
-async def test_a_claim_that_is_given_back_or_times_out_has_saved_nothing(seen: Seen) -> None:
+async def test_a_claim_that_is_finished_has_saved_its_tokens_and_one_that_times_out_nothing(
+    seen: Seen,
+) -> None:
     wire = seen.wire
     epoch = await registered(seen)
     await wire.retain(epoch)
@@ -133,7 +135,7 @@ async def test_a_claim_that_is_given_back_or_times_out_has_saved_nothing(seen: S
     page = await seen.page()
     assert page[PREFIX + "claims_ended_total"]["finished",] == 1
     assert page[PREFIX + "claims_ended_total"]["timed_out",] == 1
-    assert page[PREFIX + "saved_tokens_total"] == {("d",): 0}
+    assert page[PREFIX + "saved_tokens_total"] == {("d",): 100}
 
 
 async def test_lookups_turns_and_claims_say_why_there_was_nothing(seen: Seen) -> None:

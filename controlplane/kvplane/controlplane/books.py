@@ -88,9 +88,13 @@ class RetentionBooks:
         self.tenants.hold(claim.tenant_id, blocks, now)
 
     def settle(self, claim_id: str, how: str) -> None:
-        """See tally.Books: a claim that was read has saved its tokens."""
+        """See tally.Books: a claim whose reader is done has saved its tokens.
+
+        Readers say so by finishing it, mostly before the engine tells that the blocks are free. They do as
+        well where a leg failed before they read: that is rare, and cannot be told apart.
+        """
         claim = self._ended.pop(keys.claim(claim_id), None)
-        if claim is not None and how == "read":
+        if claim is not None and how in ("read", "finished"):
             self.engines.save(claim.engine_id, claim.tokens)
             self.tenants.save(claim.tenant_id, claim.tokens)
 

@@ -123,7 +123,7 @@ METRICS = (
         "engine_id",
         view=View.FLEET,
     ),
-    _counter("saved_tokens", "Tokens of locations that claims have read, by engine.", "engine_id"),
+    _counter("saved_tokens", "Tokens of claims whose readers are done, by engine.", "engine_id"),
     _gauge(
         "tenant_retained_conversations", "Conversations retained, by tenant.", "tenant_id", view=View.FLEET
     ),
@@ -135,7 +135,7 @@ METRICS = (
         "tenant_id",
         view=View.FLEET,
     ),
-    _counter("tenant_saved_tokens", "Tokens of locations that claims have read, by tenant.", "tenant_id"),
+    _counter("tenant_saved_tokens", "Tokens of claims whose readers are done, by tenant.", "tenant_id"),
     _gauge("engines", "Engines on record, by role and state.", "role", "state", view=View.FLEET),
     _counter("engine_events", "What happened to engines here.", "event"),
     _counter(

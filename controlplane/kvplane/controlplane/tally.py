@@ -54,7 +54,7 @@ LOCATION_ENDS = (
 )
 """How retained locations end. `continued`: the same incarnation announced the conversation's next turn."""
 CLAIM_ENDS = ("read", "finished", "timed_out", "engine_gone", "quarantine_over")
-"""How claims end. `read`: their engine has freed the blocks, as it does after a read."""
+"""How claims end. `finished`: the reader says that it is done; `read`: its engine said first that it is."""
 ENGINE_EVENTS = (
     "registered",
     "replaced",
