@@ -42,7 +42,8 @@ watch from the next one to miss nothing.
 
 **Credentials.** Where the control plane has an access file (`--access`), a caller shows a certificate, or a token as
 `authorization: Bearer TOKEN`. With grpcurl: `-cacert`, `-cert`, `-key`, and `-H "authorization: Bearer $(cat FILE)"`
-in place of `-plaintext`. The examples below are for a control plane on loopback without either.
+in place of `-plaintext`. The examples below are for a control plane on loopback without either. For people there are
+[commands](CLI.md), each with its like in grpcurl and `buf curl`.
 """
 
 ERRORS = """A call that fails has a gRPC status, and in its details a `google.rpc.ErrorInfo` with the domain `kvplane`, one

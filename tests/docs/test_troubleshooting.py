@@ -130,12 +130,17 @@ def test_every_finding_of_the_doctor_is_explained() -> None:
     assert found == section("What the doctor finds")
 
 
-def test_problems_of_routers_are_explained() -> None:
-    """The lines that /ready and /health are made of, by how the code begins them."""
-    text = "\n".join(path.read_text() for path in ROUTER.glob("*.py"))
-    told = re.search(r"^## Problems at /ready and /health\n(.*?)(?=^## )", PAGE, re.MULTILINE | re.DOTALL)
-    assert told is not None
-    phrases = re.findall(r"^\| `(.*?)`", told[1], re.MULTILINE)
-    assert len(phrases) > 8
-    for phrase in phrases:
-        assert phrase in re.sub(r'"\s+f?"', "", text), phrase
+def test_what_routers_and_commands_say_is_quoted_rightly() -> None:
+    """Lines of /ready and /health, and of commands that do not start: parts of them that the code has."""
+    text = "\n".join(path.read_text() for folder in SOURCES for path in folder.rglob("*.py"))
+    text = re.sub(r'"\s+f?"', "", text)
+    for title in ("Problems at /ready and /health", "What commands say when they do not start"):
+        told = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## )", PAGE, re.MULTILINE | re.DOTALL)
+        assert told is not None
+        phrases = [
+            p
+            for cell in re.findall(r"^\| (.*?) \|", told[1], re.MULTILINE)
+            for p in re.findall(r"`(.*?)`", cell)
+        ]
+        assert len(phrases) > 8
+        assert not [phrase for phrase in phrases if phrase not in text]
