@@ -13,10 +13,19 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from kvplane.cli.config import Config
+from kvplane.cli.config import ENV_OF_OTHERS, Config
 from kvplane.cli.entry import COMMANDS, load
 
 TARGET = Path(__file__).resolve().parents[1] / "OPTIONS.md"
+VARIABLES = {
+    "KVPLANE_CONFIG": "the file that `--config` names",
+    "KVPLANE_ADDRESS": "of engines: `kvplane_address` ([CONNECTOR.md](CONNECTOR.md#options))",
+    "KVPLANE_ROUTER": "of commands for people: `--router`",
+    "KVPLANE_HTTP_CA": "of commands for people: `--http-ca`",
+    "KVPLANE_VLLM_VENV": "of `make` and the rig: where vLLM is, or is to be installed",
+    "KVPLANE_ETCD": "of the tests: the etcd to run",
+}
+"""What is read that is no option of a server."""
 SERVERS = ("serve", "route", "up")
 """Commands whose options are those of `Config`: they share one table."""
 INTRODUCTION = """# Options of all commands
@@ -57,6 +66,14 @@ def _servers() -> Iterator[str]:
         shown = f"`{flag}`, `--no-{flag[2:]}`" if field.annotation is bool else f"`{flag}`"
         meaning = _cell(field.description or "")
         yield f"| {shown} | {_values(field)} | {_default(field.default)} | {commands} | {meaning} |"
+    yield ""
+    yield from (
+        "Beside the options' own and these a server takes no `KVPLANE_` variable: it does not start then.",
+        "",
+    )
+    yield from ("| variable | meaning |", "|---|---|")
+    for variable in sorted(ENV_OF_OTHERS):
+        yield f"| `{variable}` | {VARIABLES[variable]} |"
     yield ""
 
 

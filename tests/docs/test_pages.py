@@ -15,7 +15,7 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 from typer.main import get_command
 
-from kvplane.cli.config import Config
+from kvplane.cli.config import ENV_OF_OTHERS, Config
 from kvplane.cli.entry import COMMANDS, app, load
 from kvplane.connector.config import read_config
 from kvplane.v1 import common_pb2, engine_pb2, location_pb2, status_pb2
@@ -124,7 +124,7 @@ def test_options_exist(page: Page, known_options: set[str]) -> None:
 @each_page
 def test_variables_exist(page: Page) -> None:
     known = {f"KVPLANE_{name.upper()}" for name in Config.model_fields}
-    known |= {"KVPLANE_ADDRESS", "KVPLANE_ETCD", "KVPLANE_VLLM_VENV", "KVPLANE_CONFIG"}
+    known |= ENV_OF_OTHERS
     for name in COMMANDS:
         known |= {p.envvar for p in _parameters(load(name)) if isinstance(p.envvar, str)}
     named = set(re.findall(r"\bKVPLANE_[A-Z_]*[A-Z]\b", page.text))

@@ -28,18 +28,17 @@ from kvplane.store.files import MAX_FILE_BYTES
 ENV_PREFIX = "KVPLANE_"
 _DAY_S = 86_400
 _WEEK_S = 7 * _DAY_S
-_ENV_OF_OTHERS = frozenset(
+ENV_OF_OTHERS = frozenset(
     {
         "KVPLANE_ADDRESS",
         "KVPLANE_CONFIG",
-        "KVPLANE_ENDPOINT",
         "KVPLANE_ETCD",
         "KVPLANE_HTTP_CA",
         "KVPLANE_ROUTER",
         "KVPLANE_VLLM_VENV",
     }
 )
-"""Variables of the connector and of the demo's rig."""
+"""Variables of the connector, of commands that are no servers, and of the demo's rig."""
 
 
 _SERVICE_LINK = re.compile(r"KVPLANE_(SERVICE_|PORT_\d+_)")
@@ -375,7 +374,7 @@ def _check_environment(environment: Mapping[str, str]) -> None:
                 f"environment variable {name}={value} comes from a Kubernetes service of the same name:"
                 " set enableServiceLinks: false in the pod"
             )
-        if name not in known and name not in _ENV_OF_OTHERS:
+        if name not in known and name not in ENV_OF_OTHERS:
             raise ConfigError(f"environment variable {name} is unknown{_nearest(name, known)}")
 
 
