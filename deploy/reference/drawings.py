@@ -143,8 +143,8 @@ def failures() -> Picture:
         960,
         540,
         "What happens at failures",
-        "Whatever fails, the request is served: another replica, another engine, or cold. Nothing outdated is"
-        " offered, and reuse comes back by itself.",
+        "Where something fails, another replica or another engine is tried, or the request is served cold."
+        " Nothing outdated is offered, and reuse comes back by itself.",
     )
     columns = ((24, 216, "what fails"), (262, 330, "what happens at once"), (614, 322, "when it is back"))
     for x, _, name in columns:
