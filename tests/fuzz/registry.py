@@ -9,12 +9,14 @@ from tests.fuzz.targets.replies import Replies
 from tests.fuzz.targets.router import Clients, HostileEngines
 from tests.fuzz.targets.rpcs import Rpcs, RpcStreams
 from tests.fuzz.targets.stored import Records, StoredStreams, StoredValues
+from tests.fuzz.targets.wire import Wire
 
 TARGETS: dict[str, type[Target]] = {
     kind.name: kind
     for kind in (
         Rpcs,
         RpcStreams,
+        Wire,
         Records,
         StoredValues,
         StoredStreams,
