@@ -9,6 +9,7 @@ from tests.fuzz.targets.replies import Replies
 from tests.fuzz.targets.router import Clients, HostileEngines
 from tests.fuzz.targets.rpcs import Rpcs, RpcStreams
 from tests.fuzz.targets.stored import Records, StoredStreams, StoredValues
+from tests.fuzz.targets.tenants import Access, TenantClients
 from tests.fuzz.targets.wire import Wire
 
 TARGETS: dict[str, type[Target]] = {
@@ -28,5 +29,7 @@ TARGETS: dict[str, type[Target]] = {
         Params,
         Answers,
         TurnsClient,
+        Access,
+        TenantClients,
     )
 }

@@ -77,11 +77,17 @@ class RouterTarget(Target):
 
     life = 1000
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings: dict[str, Any] = {}
+        """More of the router's."""
+
     async def start(self) -> None:
         self.plane = HostilePlane()
         self.chance: Chance = Chance("start")
         self.sent: list[bytes] = []
         settings = RouterSettings(
+            **self.settings,
             port=0,
             plane_address="in-memory:1",
             prefill_urls=(f"http://{P}",),
