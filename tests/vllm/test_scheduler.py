@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
         "process_checks",
         "group_checks",
         "settings_checks",
+        "unit_checks",
     ],
 )
 def test_checks(checks: str) -> None:
