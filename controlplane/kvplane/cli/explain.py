@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import http.client
-import json
-import urllib.error
-import urllib.request
+import asyncio
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 
 from kvplane.cli.errors import StartError
-from kvplane.cli.output import Output
-from kvplane.router.reloading import FileProblemError, read_file
+from kvplane.cli.fetch import ApiKeyFile, Reach, RouterCa, fetch_json, reach
+from kvplane.cli.output import Output, OutputOption, print_json, shown
 from kvplane.router.settings import SettingsError, engine_url
 
 _TRIES = 16
 """Of several workers behind one port each knows its own requests, and a new connection may reach another."""
+_SAID = 300
+"""Characters of what a router says is wrong."""
 
 
 def explain(
@@ -27,63 +26,54 @@ def explain(
     router: Annotated[
         str, typer.Option("--router", envvar="KVPLANE_ROUTER", help="Base URL of the router.")
     ] = "http://127.0.0.1:8000",
-    output: Annotated[Output, typer.Option("--output", help="text or json.")] = Output.TEXT,
-    api_key_file: Annotated[
-        str | None,
-        typer.Option(
-            "--api-key-file", help="File with an API key of the request's tenant, or an operator's."
-        ),
-    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.", min=0.1, max=600.0)] = 5.0,
+    http_ca: RouterCa = "",
+    api_key_file: ApiKeyFile = "",
+    output: OutputOption = Output.TEXT,
 ) -> None:
-    """Say how the router served a request: its path, why, what it expected and what came of it."""
+    """Say how the router served a request: its path, why, what it expected and what came of it.
+
+    Where the router has tenants, the key of --api-key-file may also be that of the request's own.
+    """
     try:
         base = engine_url(router, "--router")
     except SettingsError as error:
         raise StartError(str(error)) from None
-    headers = {} if api_key_file is None else {"Authorization": f"Bearer {_key_in(api_key_file)}"}
-    asked = urllib.request.Request(f"{base}/debug/turns/{quote(request_id, safe='')}", headers=headers)
-    told = _ask(asked, base)
-    typer.echo(json.dumps(told, indent=2) if output is Output.JSON else as_text(told))
-
-
-def _key_in(file: str) -> str:
+    if not request_id:
+        raise StartError("REQUEST_ID: must not be empty; it is the x-request-id of an answer")
+    told = asyncio.run(_ask(base, request_id, reach(http_ca, api_key_file), timeout))
+    if output is Output.JSON:
+        print_json(told)
+        return
     try:
-        key = read_file(file, "--api-key-file").decode().strip()
-    except FileProblemError as error:
-        raise StartError(str(error)) from None
-    except ValueError:
-        key = ""
-    if not key.isascii() or not key.isprintable() or not key:
-        raise StartError(f"--api-key-file {file}: has to hold one key, printable ASCII in one line")
-    return key
+        text = as_text(told)
+    except (LookupError, TypeError, ValueError, AttributeError):
+        raise StartError(f"--router {base}: what it says cannot be read: it is of another version") from None
+    typer.echo(text)
 
 
-def _ask(asked: urllib.request.Request, base: str) -> dict[str, Any]:
+async def _ask(base: str, request_id: str, how: Reach, timeout_s: float) -> dict[str, Any]:
+    """Return what a router says of a request. Raises StartError."""
+    from yarl import URL
+
+    url = URL(f"{base}/debug/turns/{quote(request_id, safe='')}", encoded=True)
     problem = ""
     for _ in range(_TRIES):
-        try:
-            with urllib.request.urlopen(asked, timeout=5.0) as response:
-                told = json.load(response)
-        except urllib.error.HTTPError as error:
-            problem = _said(error)
-            if error.code != 404:
-                break
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            reason = error.reason if isinstance(error, urllib.error.URLError) else error
-            raise StartError(f"--router {base}: no router of kvplane's answers there: {reason}") from None
-        else:
+        async with how.session(timeout_s) as session:
+            answer = await fetch_json(session, url, how.headers)
+        told = answer.body
+        if answer.trouble:
+            raise StartError(f"--router {base}: no router of kvplane's answers there: {answer.trouble}")
+        if answer.status == 200:
             if isinstance(told, dict) and "request_id" in told:
                 return told
-            problem = "what answers there is no router of kvplane's"
+            raise StartError(f"--router {base}: what answers there is no router of kvplane's")
+        error = told.get("error") if isinstance(told, dict) else None
+        said = error.get("message") if isinstance(error, dict) else None
+        problem = said[:_SAID] if isinstance(said, str) and said else f"it answered {answer.status}"
+        if answer.status != 404:
             break
-    raise StartError(f"--router {base}: {problem}")
-
-
-def _said(error: urllib.error.HTTPError) -> str:
-    try:
-        return str(json.load(error)["error"]["message"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return f"it answered {error.code}"
+    raise StartError(f"--router {base}: {shown(problem)}")
 
 
 def as_text(told: dict[str, Any]) -> str:
@@ -136,7 +126,8 @@ def as_text(told: dict[str, Any]) -> str:
     lines += ["", "legs:", *_table(rows)]
     timings = told["timings_ms"]
     lines += ["", f"decided after {_shown(timings['decided'])} ms, ended after {_shown(timings['total'])} ms"]
-    return "\n".join(lines)
+    # Names in it are clients', who may want the terminal to do something.
+    return "\n".join(map(shown, lines))
 
 
 def _shown(value: object) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +16,7 @@ from kvplane.cli.errors import StartError
 
 if TYPE_CHECKING:
     import aiohttp
+    from yarl import URL
 
 _MOST_BYTES = 4 << 20
 _CONNECT_S = 3.0
@@ -57,7 +58,8 @@ class Reach:
         import aiohttp
 
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=True if self.context is None else self.context),
+            # Without a limit: waiting for others to hang up would count as not answering.
+            connector=aiohttp.TCPConnector(limit=0, ssl=True if self.context is None else self.context),
             timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, _CONNECT_S)),
             cookie_jar=aiohttp.DummyCookieJar(),
         )
@@ -70,20 +72,29 @@ def reach(http_ca: str, api_key_file: str) -> Reach:
         try:
             context = ssl.create_default_context(cafile=http_ca)
         except (OSError, ssl.SSLError) as error:
-            raise StartError(f"--http-ca {http_ca}: {_why(error, 'no certificates in PEM')}") from None
+            raise StartError(f"--http-ca {http_ca}: {_why(error)}") from None
     if api_key_file:
-        try:
-            key = Path(api_key_file).read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise StartError(f"--api-key-file {api_key_file}: {_why(error, 'holds no key')}") from None
-        if not key or not key.isprintable():
-            raise StartError(f"--api-key-file {api_key_file}: has to hold one key, in one line")
+        key = _key_in(api_key_file)
     return Reach(context, key)
 
 
-def _why(error: Exception, otherwise: str) -> str:
-    known = isinstance(error, OSError) and not isinstance(error, ssl.SSLError) and error.strerror
-    return str(known).lower() if known else otherwise
+def _why(error: OSError) -> str:
+    known = not isinstance(error, ssl.SSLError) and error.strerror
+    return str(known).lower() if known else "no certificates in PEM"
+
+
+def _key_in(file: str) -> str:
+    from kvplane.router.reloading import FileProblemError, read_file
+
+    try:
+        key = read_file(file, "--api-key-file").decode("ascii").strip()
+    except FileProblemError as error:
+        raise StartError(str(error)) from None
+    except UnicodeDecodeError:
+        key = ""
+    if not key or not key.isprintable():
+        raise StartError(f"--api-key-file {file}: has to hold one key, printable ASCII in one line")
+    return key
 
 
 class Answer:
@@ -100,7 +111,7 @@ class Answer:
 
 
 async def fetch_text(
-    session: aiohttp.ClientSession, url: str, headers: Mapping[str, str] | None = None
+    session: aiohttp.ClientSession, url: str | URL, headers: Mapping[str, str] | None = None
 ) -> Answer:
     """Get a URL; what goes wrong is in the answer."""
     import aiohttp
@@ -119,19 +130,19 @@ async def fetch_text(
 
 
 async def fetch_json(
-    session: aiohttp.ClientSession, url: str, headers: Mapping[str, str] | None = None
+    session: aiohttp.ClientSession, url: str | URL, headers: Mapping[str, str] | None = None
 ) -> Answer:
     """Get a URL with its body as JSON says it; None if it is none."""
     answer = await fetch_text(session, url, headers)
     try:
         answer.body = json.loads(answer.text) if answer.text else None
-    except ValueError:
+    except (ValueError, RecursionError):
         answer.body = None
     return answer
 
 
 def samples(text: str, name: str) -> Iterator[tuple[dict[str, str], float]]:
-    """Give the labels and the value of each sample of a metric; what cannot be read is left out."""
+    """Give the labels and the value of each sample of a metric; what is no number is left out."""
     for line in text.splitlines():
         if not line.startswith(name):
             continue
@@ -139,9 +150,11 @@ def samples(text: str, name: str) -> Iterator[tuple[dict[str, str], float]]:
         if found is None or found[1] != name:
             continue
         try:
-            yield dict(_LABEL.findall(found[2] or "")), float(found[3])
+            value = float(found[3])
         except ValueError:
             continue
+        if math.isfinite(value):
+            yield dict(_LABEL.findall(found[2] or "")), value
 
 
 def total(text: str, name: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -123,9 +124,13 @@ class Sampler:
             if answer.status in (401, 403):
                 said += "; show it an operator's key (--api-key-file)"
             return RouterSample(self._router, said)
+        if "kvplane_router_" not in answer.text:
+            return RouterSample(self._router, "what answers there is no router of kvplane's")
         buckets: dict[str, list[tuple[float, float]]] = {}
         for labels, value in samples(answer.text, "kvplane_router_ttft_seconds_bucket"):
-            buckets.setdefault(labels.get("path", ""), []).append((float(labels.get("le", "inf")), value))
+            bound = _bound(labels.get("le", ""))
+            if bound is not None:
+                buckets.setdefault(labels.get("path", ""), []).append((bound, value))
         return RouterSample(
             self._router,
             "",
@@ -133,3 +138,12 @@ class Sampler:
             by_label(answer.text, "kvplane_router_reused_tokens_total", "path"),
             {path: tuple(sorted(found)) for path, found in buckets.items()},
         )
+
+
+def _bound(text: str) -> float | None:
+    """Return the upper bound of a histogram's bucket, None if it is none."""
+    try:
+        bound = float(text)
+    except ValueError:
+        return None
+    return None if math.isnan(bound) else bound

@@ -102,7 +102,7 @@ def check_roles(facts: Facts) -> Iterator[Finding]:
     roles = {e.spec.endpoint: e for e in facts.engines or () if e.spec.endpoint}
     for router in facts.routers:
         for used_as, other in (("prefill", m.EngineRole.DECODE), ("decode", m.EngineRole.PREFILL)):
-            for url in router.ready.get(used_as) or ():
+            for url in router.engines(used_as):
                 swapped = roles.get(url)
                 if swapped is not None and swapped.spec.role is other:
                     yield problem(

@@ -45,6 +45,11 @@ class RouterFacts:
     """Turns it has served."""
     clock: Offset | None = None
 
+    def engines(self, role: str) -> dict[str, str]:
+        """Return the engines that it uses in a role, "prefill" or "decode", and their states."""
+        found = self.ready.get(role)
+        return {str(url): str(state) for url, state in found.items()} if isinstance(found, dict) else {}
+
 
 @dataclass(frozen=True, slots=True)
 class EngineHttpFacts:

@@ -37,7 +37,7 @@ def check_routers(facts: Facts) -> Iterator[Finding]:
         down = [
             url
             for role in ("prefill", "decode")
-            for url, state in _roles(router.ready, role)
+            for url, state in router.engines(role).items()
             if state != "up"
         ]
         for url in dict.fromkeys(down):
@@ -67,11 +67,6 @@ def _fix(said: str) -> str:
     if "no decode engine" in said or "no prefill engine" in said:
         return "name engines with --prefill and --decode, or set kvplane_endpoint on them, and start them"
     return "do as it says; kvplane explain REQUEST-ID shows how single requests fared"
-
-
-def _roles(ready: dict[str, object], role: str) -> list[tuple[str, str]]:
-    found = ready.get(role)
-    return [(str(url), str(state)) for url, state in found.items()] if isinstance(found, dict) else []
 
 
 def _listed(said: dict[str, object], name: str) -> list[object]:
