@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
+from yarl import URL
 
 from kvplane.router.app import RouterStartError
 from kvplane.router.passing import PASSED
@@ -98,6 +99,19 @@ async def test_tenants_and_operators_have_routes_of_their_own(tmp_path: Path) ->
             else:
                 assert tenant not in (401, 403, 500), path
                 assert operator == 403, path
+
+
+@pytest.mark.parametrize("how", ["%{:02x}", "%{:02X}"])
+async def test_a_path_written_in_another_way_is_the_same_path(tmp_path: Path, how: str) -> None:
+    async with tenants(tmp_path) as r:
+        for path in (*FOR_OPERATORS, *OPEN, "/v1/models", "/debug/turns/x"):
+            for at in range(1, len(path)):
+                if path[at] != "/":
+                    other = URL(r.url + path[:at] + how.format(ord(path[at])) + path[at + 1 :], encoded=True)
+                    for who in ("alice", "operator"):
+                        plain = (await ask(r, "GET", path, bearer(who)))[0]
+                        async with r.http.get(other, headers=bearer(who)) as answer:
+                            assert answer.status == plain, (who, other)
 
 
 async def test_a_browser_can_show_an_operators_key(tmp_path: Path) -> None:

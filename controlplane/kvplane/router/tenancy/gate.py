@@ -128,7 +128,7 @@ class Gate:
         TENANT.set("")
         CALLER.set(NOBODY)
         try:
-            path = request.rel_url.raw_path
+            path = _route(request)
             if path in OPEN:
                 CALLER.set(await self._access.anyone(request.headers))
                 return await handler(request)
@@ -161,6 +161,12 @@ class Gate:
             return await handler(request)
         finally:
             meter.end()
+
+
+def _route(request: web.Request) -> str:
+    """Return the path of the route that will answer: a client can write one path in many ways."""
+    resource = request.match_info.route.resource
+    return request.path if resource is None else resource.canonical
 
 
 class _Made:
