@@ -198,7 +198,7 @@ class TurnPlanner:
             if turn.trace is not None and turn.trace.before is not None:
                 turn.before = replace(turn.key, conversation_id=Trace.at(turn.trace.before, 0))
         if caller is not None:
-            caller.mark(body, len(raw))
+            caller.mark(body, len(raw), turn.api.limits)
         return mode
 
     def _only_engine(self, turn: Turn) -> Engine | None:

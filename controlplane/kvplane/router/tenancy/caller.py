@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from hashlib import blake2b, sha256
@@ -16,10 +17,11 @@ from kvplane.router.tenancy.meters import Meter
 
 _RESPONSES = "/v1/responses"
 _SIGNATURE = 32
-_REPLY_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _UNLIMITED_REPLY = 1024
 """Tokens that a reply without a limit of its own counts as."""
 _CHARACTERS_PER_TOKEN = 4
+_MOST = 1 << 32
+_LONGEST_NUMBER = 64
 SALTED = frozenset(
     {
         "/v1/embeddings",
@@ -94,12 +96,14 @@ class Caller:
         """Tell whether an id is of a response of this tenant's."""
         return self.marks is not None and self.marks.owns(response_id)
 
-    def mark(self, body: Body, size: int) -> None:
-        """Make a request that generates the tenant's own, and count its `size` in bytes.
+    def mark(self, body: Body, size: int, limits: Sequence[str]) -> None:
+        """Make a request that generates the tenant's own, and count its `size` in bytes and its reply.
 
-        Raises BadRequestError for a salt that is none, OverloadedError where the budget is spent.
+        `limits` are the fields that limit the reply. Raises BadRequestError for a salt that is none,
+        OverloadedError where the budget is spent.
         """
-        self._spend(size // _CHARACTERS_PER_TOKEN + _reply_tokens(body))
+        if self.meter is not None:
+            self._spend(size // _CHARACTERS_PER_TOKEN + _reply_tokens(body, limits))
         # These name things in engines which are all tenants'.
         body.pop("request_id", None)
         body.pop("priority", None)
@@ -152,9 +156,26 @@ def not_found(response_id: object) -> BodyError:
     return BodyError(f"Response with id '{response_id}' not found.", 404)
 
 
-def _reply_tokens(body: Body) -> int:
-    given = [v for name in _REPLY_LIMITS if type(v := body.get(name)) is int and v > 0]
-    return min(given, default=_UNLIMITED_REPLY)
+def _reply_tokens(body: Body, limits: Sequence[str]) -> int:
+    """Return how many tokens may be generated: each choice for each prompt, by the limit that allows most."""
+    tokens = max(_count(body.get(name)) for name in limits) or _UNLIMITED_REPLY
+    choices = max(1, _count(body.get("n")), _count(body.get("best_of")))
+    prompts = body.get("prompt")
+    if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int):
+        choices *= len(prompts)
+    return tokens * choices
+
+
+def _count(value: object) -> int:
+    """Return a count as engines read it, also from 3.0 and "3"; 0 for what is none."""
+    if isinstance(value, str) and len(value) < _LONGEST_NUMBER:
+        try:
+            value = float(value)
+        except ValueError:
+            return 0
+    if isinstance(value, float):
+        value = int(value) if math.isfinite(value) else 0
+    return max(0, min(value, _MOST)) if isinstance(value, int) else 0
 
 
 CALLER: ContextVar[Caller | None] = ContextVar("CALLER", default=None)
