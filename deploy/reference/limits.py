@@ -34,6 +34,7 @@ from kvplane.router import (
     keys,
     kubernetes,
     openai,
+    places,
     reloading,
     replies,
 )
@@ -188,6 +189,7 @@ def engines() -> list[Row]:
         ),
         ("pods of a selector", f"{kubernetes._MOST_PAGES * kubernetes._PAGE:,}", "the same"),
         ("a change of a pod", _bytes(kubernetes._LONGEST_EVENT), "the same"),
+        ("engines asked for a request that say they are busy", f"{places.MOST_ASKED}", "429"),
     ]
 
 

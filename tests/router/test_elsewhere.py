@@ -9,8 +9,9 @@ import pytest
 
 from kvplane.client.model import EngineRole
 from kvplane.router.health import HealthLimits
+from kvplane.router.places import MOST_ASKED
 from tests.fakes.core import EngineConfig
-from tests.router.rig import chat, expected_reply, long_text, rig, until
+from tests.router.rig import CHAT, chat, expected_reply, long_text, rig, until
 from tests.router.stub import WELL, Answer, Stub, front
 
 BUSY = Answer({"error": {"message": "busy"}}, 429, [("Retry-After", "7")])
@@ -46,6 +47,22 @@ async def test_where_all_are_busy_they_say_so_once_each() -> None:
         reply = await f.post()
         assert (reply.status, reply.headers["retry-after"]) == (429, "7")
         assert [engine.asked for engine in engines] == [1, 1]
+
+
+@pytest.mark.parametrize("to", [CHAT, "/v1/embeddings"])
+async def test_where_very_many_are_busy_a_few_of_them_say_so(to: str) -> None:
+    engines = [Stub(BUSY) for _ in range(12)]
+    async with front(*engines, health=NEVER) as f:
+        status, headers, _ = await f.raw(to)
+        assert (status, dict(headers)["retry-after"]) == (429, "7")
+        assert sum(engine.asked for engine in engines) == MOST_ASKED
+
+
+async def test_where_very_many_prefill_engines_are_busy_a_few_of_them_say_so() -> None:
+    engines = [Stub(BUSY) for _ in range(12)]
+    async with front(decode := Stub(Answer()), prefill=tuple(engines), health=NEVER) as f:
+        assert (await f.raw())[0] == 429
+        assert (sum(engine.asked for engine in engines), decode.asked) == (MOST_ASKED, 0)
 
 
 async def test_where_one_prefill_engine_is_busy_another_computes() -> None:
@@ -164,3 +181,13 @@ async def test_an_engine_that_is_busy_in_a_stream_is_left_for_another() -> None:
     async with front(*engines, health=NEVER) as f:
         assert [(await f.raw(stream=True))[0] for _ in range(4)] == [200] * 4
         assert engines[1].asked == 4
+
+
+async def test_what_a_busy_engine_may_have_is_not_said_to_be_nowhere() -> None:
+    unknown = Answer({"error": {"message": "Response with id 'mine' not found.", "code": 404}}, 404)
+    engines = [Stub(BUSY), Stub(unknown)]
+    async with front(*engines, health=NEVER) as f:
+        asked = [await f.raw("/v1/responses/mine/cancel") for _ in range(4)]
+        assert [status for status, _, _ in asked] == [429] * 4
+        engines[0].answer = unknown
+        assert (await f.raw("/v1/responses/mine/cancel"))[0] == 404

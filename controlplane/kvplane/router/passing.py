@@ -25,7 +25,7 @@ from kvplane.router.engine import Engine
 from kvplane.router.forms import check_urlencoded, form_model
 from kvplane.router.metrics import RouterMetrics
 from kvplane.router.openai import BadRequestError, drop_params, dump, is_harmless_id, parse_json
-from kvplane.router.places import line
+from kvplane.router.places import MOST_ASKED, line
 from kvplane.router.pool import EnginePool
 from kvplane.router.replies import StreamGuard, UnreadableEventError, scrubbed
 from kvplane.router.resources import NOT_CONNECTED
@@ -188,9 +188,10 @@ class Passing:
         """Pass a request to one of some engines, and to another if that cannot be reached.
 
         Such requests change nothing, so an engine that breaks off or falls silent is replaced as well; once,
-        since the request may be why. Where one is busy, or no longer serves the model, the next is asked;
-        the first such answer is passed on where none is left. `on_404` goes on to the next also where one
-        does not know what is asked for. `kind` names those engines.
+        since the request may be why. Where one is busy, or no longer serves the model, the next is asked (of
+        the busy ones MOST_ASKED); the first such answer is passed on where none is left. `on_404` goes on to
+        the next also where one does not know what is asked for; nobody does if none failed to say. `kind`
+        names those engines.
         """
         tried: set[Engine] = set()
         broke = False
@@ -214,7 +215,10 @@ class Passing:
                     headers = client_headers(response.headers)
                     if body is not None:
                         answer = web.Response(body=body, status=response.status, headers=headers)
-                        if not self._others_may(call, engine, EngineAnswer(response.status, headers, body)):
+                        said = EngineAnswer(response.status, headers, body)
+                        if not self._others_may(call, tried, engine, said):
+                            if on_404 and said.status == 404 and (refused or broke):
+                                return refused or _broke_off(call.request)
                             return answer
                         refused = refused or answer
                         continue
@@ -233,10 +237,10 @@ class Passing:
                 self._pool.untold(engine)
                 self._pool.end(engine)
 
-    def _others_may(self, call: _Call, engine: Engine, answer: EngineAnswer) -> bool:
+    def _others_may(self, call: _Call, tried: set[Engine], engine: Engine, answer: EngineAnswer) -> bool:
         """Tell whether a refusal is one engine's only: it is busy, or no longer serves the model."""
         if answer.status == 429:
-            return True
+            return len(tried) < MOST_ASKED
         return answer.lacks(call.model) and self._pool.lacks_model(engine, call.model)
 
     async def _ask(self, call: _Call, engine: Engine) -> tuple[aiohttp.ClientResponse, bytes | None]:

@@ -9,6 +9,12 @@ from kvplane.router.pool import EnginePool
 from kvplane.router.turn import Turn
 from kvplane.router.upstream import RefusedError
 
+MOST_ASKED = 5
+"""Engines that are asked, of however many, while each answers that it is busy.
+
+Where all are, asking all would give each of them everybody's requests.
+"""
+
 
 def line(kind: str, tried: set[Engine], failed: Engine | None) -> str:
     """Name the line for a place: those that may not go everywhere do not hold up the others."""
@@ -42,11 +48,14 @@ class DecodePlaces:
             lambda: self._pool.choose(self._able(turn, tried, failed), prefer=turn.holder),
         )
 
-    def others_may(self, turn: Turn, refused: RefusedError) -> bool:
-        """Tell whether a refusal is one engine's only: it is busy, or no longer serves the model."""
+    def others_may(self, turn: Turn, refused: RefusedError, tried: set[Engine]) -> bool:
+        """Tell whether a refusal is one engine's only: it is busy, or no longer serves the model.
+
+        `tried` are those that were asked before it.
+        """
         engine, answer = refused.engine, refused.answer
         if answer.status == 429:
-            return True
+            return len(tried) + 1 < MOST_ASKED
         return answer.lacks(turn.model) and self._pool.lacks_model(engine, turn.model)
 
     def _able(self, turn: Turn, tried: set[Engine], failed: Engine | None) -> list[Engine]:

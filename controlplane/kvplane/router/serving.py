@@ -197,7 +197,7 @@ class TurnServer:
                     await self._prefill(turn)
                 # Else what the prefill engine holds has not been read yet and serves the next one.
             except RefusedError as error:
-                if not self._places.others_may(turn, error):
+                if not self._places.others_may(turn, error, tried):
                     raise
                 self._metrics.retries.labels("decode").inc()
                 tried.add(engine)
@@ -253,7 +253,7 @@ class TurnServer:
                 turn.prefilled = await self._prefill_leg(turn, engine, claim)
             except RefusedError as error:
                 self._give_back(claim)  # refused before it was scheduled
-                if not self._places.others_may(turn, error):
+                if not self._places.others_may(turn, error, tried):
                     raise
                 self._metrics.retries.labels("prefill").inc()
                 busy = error if error.answer.status == 429 else busy
