@@ -45,6 +45,37 @@ def test_what_is_no_command_is_said_to_be_none() -> None:
     assert "No such command 'drian'" in result.output
 
 
+def program(*arguments: str | bytes, to: str = "", **variables: str) -> tuple[int, str, str]:
+    """Run the program, its output captured or in a file."""
+    with open(to or os.devnull, "wb") as file:
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, *arguments],
+            stdout=file if to else subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **variables},
+            check=False,
+        )
+    return done.returncode, (done.stdout or b"").decode("latin-1"), done.stderr.decode()
+
+
+def test_what_the_encoding_of_a_terminal_lacks_is_escaped() -> None:
+    code, said, told = program("config", "show", PYTHONIOENCODING="latin-1", KVPLANE_TENANT="\u65e5é")
+    assert (code, told) == (0, "")
+    assert 'tenant = "\\u65e5é"\n' in said
+
+
+@pytest.mark.parametrize("command", ["drain", "explain"])
+def test_an_argument_that_is_no_text_is_named(command: str) -> None:
+    code, _, told = program(command, b"\xff", KVPLANE_PLANE="127.0.0.1:1")
+    assert (code, told) == (2, "kvplane: '\\udcff' is not text in the encoding of this locale\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="of Linux")
+def test_a_full_disk_is_said_to_be_full() -> None:
+    code, _, told = program("config", "show", to="/dev/full")
+    assert (code, told.count("\n"), "no space left on device" in told) == (2, 1, True)
+
+
 @pytest.fixture(scope="module")
 def kvplane(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A program of the name, as pip installs it, and all shells have to find."""

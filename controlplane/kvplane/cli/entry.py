@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.metadata
+import io
+import os
 import sys
 from typing import Annotated, Any, NamedTuple
 
@@ -130,12 +133,36 @@ def _main(
 
 def main() -> int:
     """Run the command line; every expected failure is one line on standard error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # What the terminal's encoding lacks is escaped.
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(standalone_mode=True)
     except (ConfigError, StartError) as error:
         print(f"kvplane: {error}", file=sys.stderr)
-        return 2
-    return 0
+    except UnicodeEncodeError:
+        unreadable = [argument for argument in sys.argv[1:] if not _is_text(argument)]
+        if not unreadable:
+            raise
+        print(f"kvplane: {unreadable[0]!a} is not text in the encoding of this locale", file=sys.stderr)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print("kvplane: what it says cannot be written: no space left on device", file=sys.stderr)
+        # Else what is left of it would be tried again at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    else:
+        return 0
+    return 2
+
+
+def _is_text(argument: str) -> bool:
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 if __name__ == "__main__":
