@@ -125,7 +125,14 @@ async def test_a_control_plane_that_cannot_be_reached(f: Fleet) -> None:
     f.addresses.append("127.0.0.1:1")
     found = await f.diagnosed()
     says(found, "plane_unreachable", "kvplane serve", "127.0.0.1:1")
+    says(found, "plane_unreachable", "where it has TLS, give --plane-ca", "nothing is reused")
     assert "no_engines" not in found
+
+
+async def test_one_of_several_control_planes_that_cannot_be_reached(f: Fleet) -> None:
+    await healthy(f)
+    f.addresses.append("127.0.0.1:1")
+    says(await f.diagnosed(), "plane_unreachable", "kvplane serve", "the others go on without it")
 
 
 async def test_one_that_does_not_serve(f: Fleet) -> None:
@@ -258,7 +265,7 @@ async def test_an_engine_that_registers_and_does_not_attach(
     await (await f.client()).register_engine(await f.spec("lone", "decode"))
     assert await f.diagnosed() == {}  # it may be about to
     monkeypatch.setattr(engine_checks, "UNATTACHED_S", 0.0)
-    says(await f.diagnosed(), "engine_not_attached", "HTTP/2 streams", "lone")
+    says(await f.diagnosed(), "engine_not_attached", "HTTP/2 streams", "lone", "announces nothing")
 
 
 async def test_an_engine_that_is_heard_of_no_more(f: Fleet) -> None:
@@ -512,7 +519,10 @@ async def test_a_router_with_a_certificate_of_its_own_and_a_key(f: Fleet, tmp_pa
     await asyncio.to_thread(write)
     url = await f.router(tls=ServerFiles(str(files["cert"]), str(files["key"]), None))
     url = f.routers[0] = url.replace("http:", "https:")
-    says(await f.diagnosed(), "router_unreachable", "--router URL", "certificate")
+    says(await f.diagnosed(), "router_unreachable", "--http-ca FILE", "certificate")
+    assert "--http-ca FILE" in (await run("explain", "x", "--router", url)).error
+    explained = await run("explain", "x", "--router", url, "--http-ca", str(files["ca"]), "-o", "json")
+    assert "Request x is not on record" in explained.error
     known = ("--http-ca", str(files["ca"]), "--api-key-file", str(tmp_path / "operator"))
     done = await run("doctor", "--plane", f.addresses[0], "--router", url, *known, "-o", "json")
     assert done.json["findings"] == []

@@ -42,7 +42,8 @@ def test_help_imports_no_command() -> None:
 def test_what_is_no_command_is_said_to_be_none() -> None:
     result = CliRunner().invoke(app, ["drian", "d"])
     assert result.exit_code == 2
-    assert "No such command 'drian'" in result.output
+    assert "No such command 'drian'. Did you mean 'drain'?" in result.output
+    assert "No such command 'xyzzy'." in CliRunner().invoke(app, ["xyzzy"]).output
 
 
 def program(*arguments: str | bytes, to: str = "", **variables: str) -> tuple[int, str, str]:

@@ -181,8 +181,13 @@ async def test_an_engine_that_nobody_needs_is_drained_at_once(plane: Plane) -> N
     assert (await plane.run("engines", "-o", "json")).json["engines"][0]["state"] == "draining"
 
 
+async def test_draining_says_it_where_routers_may_not_know_which_engine_it_is(plane: Plane) -> None:
+    await plane.engine("d")
+    assert "it has no kvplane_endpoint" in (await plane.run("drain", "d")).told
+
+
 async def test_draining_waits_for_claims(plane: Plane) -> None:
-    epoch = await plane.engine("d")
+    epoch = await plane.engine("d", endpoint="http://127.0.0.1:8200")
     turn = await plane.retain(epoch, key())
     claim = await plane.client.claim_location(key(), "r", "o", turn=turn)
     assert isinstance(claim, m.Claim)

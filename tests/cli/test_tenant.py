@@ -32,6 +32,14 @@ def test_a_key_and_its_hash_open_the_door(tmp_path: Path) -> None:
     assert "standard input" in run("tenant", "hash")[3]
 
 
+def test_a_key_goes_to_a_file_for_its_owner_only(tmp_path: Path) -> None:
+    file = tmp_path / "acme.key"
+    code, line, told, _ = run("tenant", "key", "--out", str(file))
+    assert (code, told, stat.S_IMODE(file.stat().st_mode)) == (0, "", 0o600)
+    assert tomllib.loads(line)["keys"] == [run("tenant", "hash", text=file.read_text())[1].strip()]
+    assert "file exists" in run("tenant", "key", "--out", str(file))[3]
+
+
 def test_a_secret_is_written_for_its_owner_only_and_never_over_another(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     assert run("tenant", "secret", str(file))[0] == 0

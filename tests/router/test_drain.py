@@ -92,6 +92,27 @@ async def test_case_40_an_engine_that_drains_finishes_and_gets_nothing_new() -> 
         assert await asyncio.gather(*tasks) == [(200, True)] * 2
 
 
+async def test_engines_named_by_url_that_drain_get_nothing_new_once_it_is_known_which_they_are() -> None:
+    async with rig(prefill=2, decode=2, poll_interval_s=0.02) as r:
+        await r.say(long_text(200))
+        assert (await r.say("next")).path == "direct"  # so the router has seen where it lies
+        used = [next(e for e in engines if e.requests) for engines in (r.prefill, r.decode)]
+        for engine in used:
+            record = r.plane.engines[engine.engine_id]
+            assert not record.spec.endpoint
+            r.plane.engines[engine.engine_id] = replace(record, draining=True)
+        known = [next(e for e in r.router.pool.engines if e.url == engine.url) for engine in used]
+        await until(lambda: all(engine.draining for engine in known))
+        seen = [len(engine.requests) for engine in used]
+        for index in range(4):
+            await r.say("hello", f"new{index}")
+        assert [len(engine.requests) for engine in used] == seen
+        for engine in used:
+            record = r.plane.engines[engine.engine_id]
+            r.plane.engines[engine.engine_id] = replace(record, draining=False)
+        await until(lambda: not any(engine.draining for engine in known))
+
+
 async def test_case_40_a_router_told_to_stop_during_a_claim_finishes_the_turn() -> None:
     async with rig() as r:
         await r.say(long_text(200))

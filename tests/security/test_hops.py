@@ -300,6 +300,7 @@ def configured(**options: Any) -> None:
 
 
 PAIR = {"grpc_tls_cert": "c", "grpc_tls_key": "k"}
+NAMED = {"plane_ca": "a", "plane_server_name": "plane.internal"}
 
 
 @pytest.mark.parametrize(
@@ -313,6 +314,10 @@ PAIR = {"grpc_tls_cert": "c", "grpc_tls_key": "k"}
         ({"grpc_host": "::", **PAIR}, "give it --access or --grpc-client-ca"),
         ({"access": "a"}, "--plane-token-file is missing"),
         (PAIR, "--plane-ca is missing"),
+        (
+            {"grpc_host": "0.0.0.0", "access": "a", **PAIR, "plane_ca": "a", "plane_token_file": "t"},
+            "--plane-server-name is missing: with --grpc-host 0.0.0.0",
+        ),
         ({**PAIR, "grpc_client_ca": "a", "plane_ca": "a"}, "--plane-cert is missing"),
         ({"plane_cert": "c"}, "--plane-cert: key is missing"),
         ({"plane": "10.0.0.1:1,10.0.0.2:1", "plane_tls": True}, "--plane-server-name: missing"),
@@ -327,9 +332,12 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], said: str)
     ("options", "warned"),
     [
         ({}, []),
-        ({"grpc_host": "0.0.0.0", **PAIR, "access": "x", "plane_ca": "a", "plane_token_file": "t"}, []),
+        (
+            {"grpc_host": "0.0.0.0", **PAIR, "access": "x", **NAMED, "plane_token_file": "t"},
+            [],
+        ),
         ({"grpc_host": "0.0.0.0", "allow_remote": True}, [(False, False)]),
-        ({"grpc_host": "0.0.0.0", "allow_remote": True, **PAIR, "plane_ca": "a"}, [(True, False)]),
+        ({"grpc_host": "0.0.0.0", "allow_remote": True, **PAIR, **NAMED}, [(True, False)]),
         ({"grpc_host": "127.0.0.1", **PAIR, "plane_ca": "a"}, []),
     ],
 )

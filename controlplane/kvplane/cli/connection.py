@@ -196,5 +196,15 @@ def problem(target: Target, error: ControlPlaneError) -> str:
         return f"{where}: the control plane answers, but cannot say: {said}; kvplane doctor tells more"
     return (
         f"{where}: no control plane answers there ({said}): start one with kvplane serve, or name another"
-        " with --plane HOST:PORT or KVPLANE_PLANE"
+        f" with --plane HOST:PORT or KVPLANE_PLANE; {_by_tls(target)}"
+    )
+
+
+def _by_tls(target: Target) -> str:
+    """Return what may be amiss where something listens, and does not take the connection."""
+    if target.credentials is None or not target.credentials.tls:
+        return "if it has TLS, give --plane-ca, and --plane-cert with --plane-key where it wants them"
+    return (
+        "if it is there, its certificate has to be of --plane-ca and have the name in --plane"
+        " (or --plane-server-name), and with --grpc-client-ca it wants --plane-cert and --plane-key"
     )

@@ -26,6 +26,8 @@ class Left:
     requests: int | None
     conversations: int
     gone: bool = False
+    placed: bool = True
+    """Whether it registered where it serves, so that every router knows which of its engines it is."""
 
     @property
     def over(self) -> bool:
@@ -67,6 +69,11 @@ def drain(
             first = await _left(client, engine)
         except UnknownEngineError:
             raise StartError(f"no engine {shown(engine)} is live; kvplane engines lists them") from None
+        if not first.placed:
+            say(
+                "it has no kvplane_endpoint: a router that was given its URL, and has reused nothing with it"
+                " yet, does not know that it drains; take the URL out of --prefill and --decode there"
+            )
         if not wait or first.over:
             return first
         settings = (await client.get_status()).settings
@@ -76,7 +83,9 @@ def drain(
 
     left = ask(target, work)
     if output is Output.JSON:
-        print_json({"engine_id": engine, "drained": left.over, **asdict(left)})
+        fields = asdict(left)
+        del fields["placed"]
+        print_json({"engine_id": engine, "drained": left.over, **fields})
     elif left.over:
         typer.echo(f"drained: {left}: it may be stopped")
     else:
@@ -94,7 +103,8 @@ async def _left(client: ControlPlaneClient, engine_id: str) -> Left:
         if engine.spec.engine_id == engine_id:
             load, held = engine.load, engine.holdings
             requests = None if load is None else load.running_requests + load.waiting_requests
-            return Left(claims, requests, 0 if held is None else held.conversations)
+            kept = 0 if held is None else held.conversations
+            return Left(claims, requests, kept, placed=bool(engine.spec.endpoint))
     return Left(0, 0, 0, gone=True)
 
 

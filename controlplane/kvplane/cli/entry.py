@@ -8,6 +8,7 @@ import importlib.metadata
 import io
 import os
 import sys
+from difflib import get_close_matches
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -88,6 +89,12 @@ class Commands(typer.core.TyperGroup):
         if self._naming:
             return typer.core.TyperCommand(name=cmd_name, help=COMMANDS[cmd_name].help)
         return load(cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """See click. A misspelt name is answered with those that are like it."""
+        if args and args[0] not in COMMANDS and (near := get_close_matches(args[0], COMMANDS)):
+            ctx.fail(f"No such command '{args[0]}'. Did you mean {', '.join(map(repr, near))}?")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """See click."""

@@ -97,13 +97,28 @@ def _key_in(file: str) -> str:
     return key
 
 
+def untrusted(error: Exception) -> str:
+    """Return what is wrong with a server's certificate, and what to do."""
+    why = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else error
+    return f"its certificate is not to be trusted ({why}): --http-ca FILE names its authority"
+
+
 class Answer:
     """An HTTP answer. `trouble` says why there is none."""
 
     def __init__(
-        self, trouble: str = "", status: int = 0, text: str = "", body: Any = None, date: str = ""
+        self,
+        trouble: str = "",
+        status: int = 0,
+        text: str = "",
+        body: Any = None,
+        date: str = "",
+        *,
+        untrusted: bool = False,
     ) -> None:
         self.trouble = trouble
+        self.untrusted = untrusted
+        """Something answers, whose certificate is not to be trusted."""
         self.status = status
         self.text = text
         self.body = body
@@ -125,6 +140,8 @@ async def fetch_text(
             return Answer("", response.status, raw.decode("utf-8", "replace"), None, date)
     except TimeoutError:
         return Answer("it does not answer in time")
+    except aiohttp.ClientConnectorCertificateError as error:
+        return Answer(untrusted(error.certificate_error), untrusted=True)
     except (aiohttp.ClientError, OSError, ValueError) as error:
         return Answer(" ".join(str(error).split())[:300] or type(error).__name__)
 

@@ -17,6 +17,17 @@ def with_trace(logger: object, method: str, event: structlog.typing.EventDict) -
     return event
 
 
+class _OfLibraries(logging.Handler):
+    """Logs what libraries say by Python's logging as we log, so that no line is of another form."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Log it; a traceback goes along."""
+        problem = " ".join(record.getMessage().split())
+        structlog.get_logger(record.name).log(
+            record.levelno, "library_said", library=record.name, problem=problem, exc_info=record.exc_info
+        )
+
+
 def configure_logs(level: str = "info", form: str = "auto") -> None:
     """Log to standard error: for people on a terminal, else JSON lines. `form`: auto, console or json."""
     console = form == "console" or (form == "auto" and sys.stderr.isatty())
@@ -41,3 +52,6 @@ def configure_logs(level: str = "info", form: str = "auto") -> None:
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
+    root = logging.getLogger()
+    if not any(isinstance(handler, _OfLibraries) for handler in root.handlers):
+        root.addHandler(_OfLibraries(logging.WARNING))

@@ -13,6 +13,8 @@ from kvplane.controlplane.tls import TlsFiles
 
 log = structlog.get_logger(__name__)
 
+_ANY_HOST = ("0.0.0.0", "::", "[::]")  # noqa: S104 - what may be listened on, and is in no certificate
+
 
 def server_security(config: Config) -> ServerSecurity:
     """Return what guards the control plane's port. Raises ConfigError."""
@@ -81,6 +83,11 @@ def check_up(config: Config) -> None:
             bool(config.grpc_client_ca) and not config.plane_cert,
             "plane-cert",
             "with --grpc-client-ca the router, too, needs a certificate, with --plane-key",
+        ),
+        (
+            bool(config.grpc_tls_cert) and config.grpc_host in _ANY_HOST and not config.plane_server_name,
+            "plane-server-name",
+            f"with --grpc-host {config.grpc_host} the router, too, needs a name that is in --grpc-tls-cert",
         ),
         (
             needs_token,

@@ -31,12 +31,29 @@ def hash_line(key: str) -> str:
 
 
 @tenant_app.command("key")
-def key_command() -> None:
+def key_command(
+    out: Annotated[
+        Path | None,
+        typer.Option(help="File to write the key to, readable by you only; one that is there stays."),
+    ] = None,
+) -> None:
     """Make an API key: itself goes to the tenant, its hash into `keys` of the file. It is shown only once."""
     key = _PREFIX + secrets.token_urlsafe(32)
+    if out is not None:
+        _write_secret(f"--out {out}", out, key)
+    else:
+        typer.echo(key)
     # So that one can go into a file and the other be read.
-    typer.echo(key)
-    typer.echo(f'keys = ["{hash_line(key)}"]', err=True)
+    typer.echo(f'keys = ["{hash_line(key)}"]', err=out is None)
+
+
+def _write_secret(what: str, file: Path, text: str) -> None:
+    try:
+        opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(opened, "w") as written:
+            written.write(text + "\n")
+    except OSError as error:
+        raise StartError(f"{what}: {(error.strerror or 'cannot be written').lower()}") from None
 
 
 @tenant_app.command("hash")
@@ -53,12 +70,7 @@ def secret_command(
     file: Annotated[Path, typer.Argument(help="Where to; a file that is there stays.")],
 ) -> None:
     """Make the secret of a deployment, which all its routers need: `secret_file` in the file."""
-    try:
-        opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(opened, "w") as written:
-            written.write(secrets.token_urlsafe(48) + "\n")
-    except OSError as error:
-        raise StartError(f"tenant secret {file}: {(error.strerror or 'cannot be written').lower()}") from None
+    _write_secret(f"tenant secret {file}", file, secrets.token_urlsafe(48))
     typer.echo(f'secret_file = "{file}"')
 
 

@@ -33,7 +33,7 @@ class Engine:
     engine_ids: tuple[str, ...] = ()
     """As registered; several where data-parallel ranks share the URL."""
     learned_id: str = ""
-    """From its answers, for engines that register without an endpoint."""
+    """From its answers, and from locations on it, for engines that register without an endpoint."""
     verifies: bool | None = None
     """Whether its connector checks fingerprints; None before an answer has shown it."""
     models: frozenset[str] = frozenset()

@@ -35,7 +35,10 @@ L = TypeVar("L")
 _FAILURES_TO_OPEN = 2
 _MIN_HOLD_S, _MAX_HOLD_S = 0.5, 10.0
 _QUOTA_EXCEEDED = "QUOTA_EXCEEDED"
-_NEVER_ANSWERED = "it has not answered yet: --plane takes the gRPC port of kvplane serve, no HTTP server's"
+_NEVER_ANSWERED = (
+    "it has not answered yet: --plane takes the gRPC port of kvplane serve, no HTTP server's; where that has"
+    " TLS, --plane-ca, --plane-cert and --plane-key, and a name of its certificate (--plane-server-name)"
+)
 
 
 class TurnsClient(Protocol):

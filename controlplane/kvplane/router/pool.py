@@ -149,10 +149,12 @@ class EnginePool:
             engine.waiting = sum(entry.load.waiting_requests for entry in entries if entry.load is not None)
             if not engine.models:  # what it answers itself is more: adapters are not registered
                 engine.models = frozenset(model for entry in entries for model in entry.spec.served_models)
+        draining = {entry.spec.engine_id for entry in registered if entry.draining}
         for engine in self.engines:
             if engine.url in seen:
                 continue
-            engine.engine_ids, engine.draining, engine.waiting = (), False, 0
+            engine.engine_ids, engine.waiting = (), 0
+            engine.draining = engine.learned_id in draining
             if not engine.static:
                 self._remove(engine)
         self.misplaced()
@@ -202,6 +204,8 @@ class EnginePool:
             engine = self._engines.get(engine_url(location.endpoint)) if location.endpoint else None
         except SettingsError:
             engine = None
+        if engine is not None and not engine.engine_ids:
+            engine.learned_id = location.engine_id
         if engine is None:
             engine = next((e for e in self.engines if location.engine_id in e.engine_ids), None)
         return engine if engine is not None and engine.decode else None

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from kvplane.cli.doctor.facts import Facts, host_of, is_loopback
-from kvplane.cli.doctor.findings import Finding, problem, warning
+from kvplane.cli.doctor.findings import TRUST, Finding, problem, warning
 from kvplane.client import model as m
 
 UNATTACHED_S = 15.0
@@ -78,7 +78,8 @@ def check_presence(facts: Facts) -> Iterator[Finding]:
         ):
             yield problem(
                 "engine_not_attached",
-                f"{engine.spec.engine_id} is registered, but has no stream: it announces and learns nothing",
+                f"{engine.spec.engine_id} is registered, but has no stream: it is not told what to free"
+                + ("" if engine.announcements else ", and announces nothing"),
                 f"registered {engine.registered_s:.0f} s ago, without AttachEngine",
                 "let long-lived HTTP/2 streams through to the control plane (a proxy or load"
                 " balancer between them"
@@ -303,7 +304,9 @@ def check_addresses(facts: Facts) -> Iterator[Finding]:
                 "engine_unreachable",
                 f"no engine answers at {http.url}",
                 http.trouble,
-                "start it, or correct its kvplane_endpoint (or --engine here); a firewall has to"
+                TRUST
+                if http.untrusted
+                else "start it, or correct its kvplane_endpoint (or --engine here); a firewall has to"
                 " let its port through",
             )
 

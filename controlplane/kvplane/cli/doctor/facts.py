@@ -44,6 +44,8 @@ class RouterFacts:
     requests: float = 0.0
     """Turns it has served."""
     clock: Offset | None = None
+    untrusted: bool = False
+    """Something answers, whose certificate is not to be trusted."""
 
     def engines(self, role: str) -> dict[str, str]:
         """Return the engines that it uses in a role, "prefill" or "decode", and their states."""
@@ -65,6 +67,8 @@ class EngineHttpFacts:
     has_metrics: bool = False
     has_connector: bool = False
     clock: Offset | None = None
+    untrusted: bool = False
+    """As of a router."""
 
 
 @dataclass(frozen=True, slots=True)

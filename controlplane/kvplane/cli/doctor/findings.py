@@ -6,6 +6,10 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 
+TRUST = "give the file with the authority that its certificate is of: --http-ca FILE"
+"""What to do about a certificate that is not to be trusted."""
+
+
 class Severity(StrEnum):
     """How bad it is. PROBLEM: reuse or serving fails. WARNING: it works, but not well, or not for long."""
 

@@ -113,7 +113,8 @@ class Gatherer:
         health = await fetch_json(session, f"{url}/health", self._how.headers)
         clock = self._date(health, sent_s)
         if health.trouble or not isinstance(health.body, dict) or "status" not in health.body:
-            return RouterFacts(url, health.trouble or "what answers there is no router of kvplane's")
+            trouble = health.trouble or "what answers there is no router of kvplane's"
+            return RouterFacts(url, trouble, untrusted=health.untrusted)
         ready, text = await asyncio.gather(
             fetch_json(session, f"{url}/ready", self._how.headers),
             fetch_text(session, f"{url}/metrics", self._how.headers),
@@ -129,7 +130,7 @@ class Gatherer:
         clock = self._date(health, sent_s)
         if health.trouble or health.status != 200:
             trouble = health.trouble or f"it answers {health.status} to GET /health"
-            return EngineHttpFacts(url, asked_for, trouble, clock=clock)
+            return EngineHttpFacts(url, asked_for, trouble, clock=clock, untrusted=health.untrusted)
         version, metrics = await asyncio.gather(
             fetch_json(session, f"{url}/version"), fetch_text(session, f"{url}/metrics")
         )

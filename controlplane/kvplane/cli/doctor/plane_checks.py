@@ -21,6 +21,7 @@ _LEAST_SPARE_S = 5.0
 
 def check_reach(facts: Facts) -> Iterator[Finding]:
     """Does it answer, and serve?"""
+    others = any(status.serving for status in facts.statuses)
     for plane in facts.planes:
         if plane.too_old:
             yield warning(
@@ -41,11 +42,13 @@ def check_reach(facts: Facts) -> Iterator[Finding]:
         elif plane.status is None:
             yield problem(
                 "plane_unreachable",
-                f"no control plane answers at {plane.address}: nothing is reused",
+                f"no control plane answers at {plane.address}: "
+                + ("the others go on without it" if others else "nothing is reused"),
                 plane.trouble,
                 "start it (kvplane serve), or name where it is with --plane HOST:PORT; beyond its"
-                " own machine it"
-                " has to listen there (--grpc-host, and a firewall that lets its port through)",
+                " own machine it has to listen there (--grpc-host, and a firewall that lets its port"
+                " through); where it has TLS, give --plane-ca, with --grpc-client-ca also --plane-cert"
+                " and --plane-key, and a name of its certificate (in --plane, or --plane-server-name)",
             )
         elif not plane.status.serving:
             yield problem(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvplane.cli.doctor.facts import Facts
-from kvplane.cli.doctor.findings import Finding, problem, warning
+from kvplane.cli.doctor.findings import TRUST, Finding, problem, warning
 
 
 def check_routers(facts: Facts) -> Iterator[Finding]:
@@ -16,7 +16,9 @@ def check_routers(facts: Facts) -> Iterator[Finding]:
                 "router_unreachable",
                 f"no router answers at {router.url}",
                 router.trouble,
-                "start it (kvplane route, or kvplane up), or name where it is with --router URL",
+                TRUST
+                if router.untrusted
+                else "start it (kvplane route, or kvplane up), or name where it is with --router URL",
             )
             continue
         plane = router.ready.get("control_plane")
