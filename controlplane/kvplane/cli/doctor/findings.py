@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-
 TRUST = "give the file with the authority that its certificate is of: --http-ca FILE"
 """What to do about a certificate that is not to be trusted."""
 
