@@ -191,3 +191,28 @@ async def test_what_a_busy_engine_may_have_is_not_said_to_be_nowhere() -> None:
         assert [status for status, _, _ in asked] == [429] * 4
         engines[0].answer = unknown
         assert (await f.raw("/v1/responses/mine/cancel"))[0] == 404
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+async def test_passed_requests_too_go_where_an_engine_is_there(status: int) -> None:
+    away = Answer({"error": {"message": "away"}}, status)
+    engines = [Stub(away), Stub(Answer({"tokens": [1]}))]
+    async with front(*engines, health=NEVER) as f:
+        assert [(await f.post("/tokenize")).status for _ in range(4)] == [200] * 4
+        engines[1].answer = away
+        asked = sum(engine.asked for engine in engines)
+        reply = await f.post("/tokenize")
+        assert (reply.status, reply.body) == (status, away.body)
+        assert sum(engine.asked for engine in engines) == asked + 2
+
+
+async def test_passed_refusals_say_when_to_try_again() -> None:
+    async with front(Stub(Answer({"error": {"message": "busy"}}, 429)), health=NEVER) as f:
+        assert (await f.post("/tokenize")).headers["retry-after"] == "1"
+
+
+async def test_the_mistakes_of_a_request_go_to_one_engine() -> None:
+    engines = [Stub(Answer({"error": {"message": "no"}}, status)) for status in (500, 500)]
+    async with front(*engines, health=NEVER) as f:
+        assert (await f.post("/tokenize")).status == 500
+        assert sum(engine.asked for engine in engines) == 1

@@ -62,6 +62,8 @@ PASSED = (
 """Paths of POST requests; their bodies name a model, or leave it to the engine."""
 _STORED = "/v1/responses/{response_id:[^/]+}"
 _LARGE_BODY = 1 << 20
+_NOT_NOW = frozenset({502, 503, 504})
+"""Answers of engines that are not there at present, or of what is in front of them."""
 _RESPONSES = Responses()
 
 
@@ -187,11 +189,11 @@ class Passing:
     ) -> web.StreamResponse:
         """Pass a request to one of some engines, and to another if that cannot be reached.
 
-        Such requests change nothing, so an engine that breaks off or falls silent is replaced as well; once,
-        since the request may be why. Where one is busy, or no longer serves the model, the next is asked (of
-        the busy ones MOST_ASKED); the first such answer is passed on where none is left. `on_404` goes on to
-        the next also where one does not know what is asked for; nobody does if none failed to say. `kind`
-        names those engines.
+        Such requests change nothing, so an engine that breaks off, falls silent or is not there at present is
+        replaced as well; once, since the request may be why. Where one is busy, or no longer serves the
+        model, the next is asked (of the busy ones MOST_ASKED); the first such answer is passed on where none
+        is left. `on_404` goes on to the next also where one does not know what is asked for; nobody does if
+        none failed to say. `kind` names those engines.
         """
         tried: set[Engine] = set()
         broke = False
@@ -215,6 +217,11 @@ class Passing:
                     headers = client_headers(response.headers)
                     if body is not None:
                         answer = web.Response(body=body, status=response.status, headers=headers)
+                        if response.status in (429, 503):
+                            answer.headers.setdefault("Retry-After", "1")
+                        if response.status in _NOT_NOW and not broke:
+                            broke, refused = True, refused or answer
+                            continue
                         said = EngineAnswer(response.status, headers, body)
                         if not self._others_may(call, tried, engine, said):
                             if on_404 and said.status == 404 and (refused or broke):
