@@ -130,3 +130,17 @@ async def test_many_users_with_one_first_message_all_pull_their_own() -> None:
             assert (first.reason, len(r.plane.locations)) == ("unknown_conversation", user + 1)
             reply = await r.post(chat(hello, first.text, f"I am {user}", conversation=None), path="pull")
             assert (reply.path, reply.reason) == ("pull", "pulled")
+
+
+async def test_what_was_known_of_a_request_is_counted_once() -> None:
+    async with rig() as r:
+        said = ["one", "two", "three"]
+        for turn in range(3):
+            history = list[str]()
+            for text in said[:turn]:
+                history += [text, "answer"]
+            assert (await r.post(chat(*history, said[turn], conversation=None))).status == 200
+        # And once more: looked for at every place of its name.
+        assert (await r.post(chat("one", conversation=None))).status == 200
+        known = await r.metric("kvplane_router_lookups_total")
+    assert known == {'{outcome="hit"}': 3, '{outcome="unknown_conversation"}': 1}

@@ -13,8 +13,6 @@ from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kvplane.client.model import Location, MissReason
-
 if TYPE_CHECKING:
     from kvplane.router.engine import Engine
     from kvplane.router.learned import RateBook
@@ -125,7 +123,7 @@ class RouterMetrics:
         )
         self.lookups = Counter(
             "kvplane_router_lookups",
-            "What the control plane knew of conversations: hit, why not, or unavailable.",
+            "What the control plane knew of requests' conversations: hit, why not, or unavailable.",
             ["outcome"],
             registry=registry,
         )
@@ -218,10 +216,10 @@ class RouterMetrics:
         self._child(self.plane_calls, call, "ok").inc()
         self._child(self.plane_took, call).observe(seconds)
 
-    def looked_up(self, known: Location | MissReason | None) -> None:
-        """Count what the control plane knew of a conversation; None: it did not say."""
-        outcome = "hit" if isinstance(known, Location) else known or "unavailable"
-        self._child(self.lookups, str(outcome)).inc()
+    def looked_up(self, known: str) -> None:
+        """Count what the control plane knew of a request's conversation: "hit", or why nothing."""
+        outcome = "unavailable" if known == "plane_unavailable" else known
+        self._child(self.lookups, outcome).inc()
 
     def _engine(self, url: str) -> str:
         return _label(self._engine_labels, url, urlsplit(url).netloc.rpartition("@")[2], ENGINES)

@@ -138,24 +138,19 @@ class Plane:
         """
         call = self._turns.begin_turn
         wait = self._wait_s if wait_s is None else wait_s
-        begun = await self._ask(
+        return await self._ask(
             "begin_turn",
             lambda: call(key, uuid.uuid4().hex, wait_s=wait, timeout_s=self._timeout_s + wait),
             limited=BegunTurn(0, None, MissReason.QUOTA, key),
         )
-        known = None if begun is None else begun.location or begun.miss or MissReason.UNKNOWN_CONVERSATION
-        self._metrics.looked_up(known)
-        return begun
 
     async def lookup(self, key: ConversationKey) -> Location | MissReason | None:
         """Learn what is known without beginning a turn."""
-        known = await self._ask(
+        return await self._ask(
             "lookup_location",
             lambda: self._turns.lookup_location(key, timeout_s=self._timeout_s),
             limited=MissReason.QUOTA,
         )
-        self._metrics.looked_up(known)
-        return known
 
     async def claim(
         self, key: ConversationKey, location: Location, reader_engine_id: str

@@ -79,6 +79,7 @@ class TurnServer:
             rates=self.rates,
             prefill=self._prefills,
             bodies=bodies,
+            metrics=metrics,
         )
 
     async def serve(self, turn: Turn) -> web.StreamResponse:

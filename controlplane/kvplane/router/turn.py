@@ -17,6 +17,7 @@ from kvplane.router.engine import Engine
 from kvplane.router.explain import Trail
 from kvplane.router.history import Trace, trace
 from kvplane.router.learned import Memory, RateBook
+from kvplane.router.metrics import RouterMetrics
 from kvplane.router.openai import Body
 from kvplane.router.plane import Plane
 from kvplane.router.policy import Decision, Holder, Path, PathMode, TurnFacts, decide
@@ -147,7 +148,9 @@ class TurnPlanner:
         rates: RateBook,
         prefill: PrefillChoice,
         bodies: Bodies,
+        metrics: RouterMetrics,
     ) -> None:
+        self._metrics = metrics
         self._prefill = prefill
         self._bodies = bodies
         self._settings = settings
@@ -236,21 +239,26 @@ class TurnPlanner:
         turn.trail.decided(turn, facts, self._pool)
 
     async def _ask_plane(self, turn: Turn, key: ConversationKey) -> str:
-        """Fill in what the control plane knows; returns why nothing is known."""
+        """Fill in what the control plane knows, which is counted once; returns why nothing is known."""
         if self._plane is None:
             return "no_control_plane"
+        miss = await self._learn(turn, key, self._plane)
+        self._metrics.looked_up("hit" if turn.location is not None else miss)
+        return miss
+
+    async def _learn(self, turn: Turn, key: ConversationKey, plane: Plane) -> str:
         if turn.leaves_nothing:
             # So it gets no number that others would wait for.
             if turn.trace is not None:
-                answer = await automatic.look_up(self._plane, key, turn.trace)
+                answer = await automatic.look_up(plane, key, turn.trace)
             else:
-                answer = await self._plane.lookup(key)
+                answer = await plane.lookup(key)
             if answer is None:
                 return "plane_unavailable"
             turn.location = answer if isinstance(answer, Location) else None
             miss = "" if isinstance(answer, Location) else str(answer)
         else:
-            begun = await self._begin(self._plane, turn, key)
+            begun = await self._begin(plane, turn, key)
             if begun is None:
                 return "plane_unavailable"
             turn.number, turn.location = begun.turn, begun.location
