@@ -14,7 +14,11 @@ import pytest
 from kvplane.cli.config import load_config
 from kvplane.cli.connection import Target
 from kvplane.client import model as m
+from kvplane.client.client import ControlPlaneClient
 from kvplane.client.model import EngineId, EngineLoad, Location
+from kvplane.controlplane.server import ControlPlaneServer
+from kvplane.store.clock import SystemClock
+from kvplane.store.memory import MemoryStore
 from tests.cli import people
 from tests.cli.people import Plane, key, run
 
@@ -126,6 +130,36 @@ async def test_watching_shows_what_is_there_and_what_changes(plane: Plane) -> No
     assert await event() == ("gone", "first")
     process.send_signal(signal.SIGINT)
     await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 0
+
+
+async def test_watching_goes_on_when_the_control_plane_is_back() -> None:
+    clock = SystemClock()
+    async with MemoryStore(clock) as store:
+        async with ControlPlaneServer(store, clock) as server:
+            port = await server.start("127.0.0.1:0")
+            process = await asyncio.create_subprocess_exec(
+                *(*PROGRAM, "conversations", "--watch", "-o", "json", "--plane", f"127.0.0.1:{port}"),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+            )
+            assert process.stdout is not None
+            assert process.stderr is not None
+            async with ControlPlaneClient(f"127.0.0.1:{port}", timeout_s=10) as client:
+                plane = Plane(client, port)
+                epoch = await plane.engine("d")
+                await plane.retain(epoch, key("first"))
+                assert b'"first"' in await asyncio.wait_for(process.stdout.readline(), 30)
+        told = await asyncio.wait_for(process.stderr.readline(), 30)
+        assert b"does not answer" in told
+        async with ControlPlaneServer(store, clock) as server:
+            await server.start(f"127.0.0.1:{port}")
+            async with ControlPlaneClient(f"127.0.0.1:{port}", timeout_s=10) as client:
+                plane.client = client
+                await plane.retain(epoch, key("second"))
+                assert b'"second"' in await asyncio.wait_for(process.stdout.readline(), 30)
+            process.send_signal(signal.SIGINT)
+            await asyncio.wait_for(process.communicate(), 30)
     assert process.returncode == 0
 
 

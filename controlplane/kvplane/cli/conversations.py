@@ -30,6 +30,8 @@ _COLUMNS = (
     "address",
 )
 _PAGE = 1000
+_AGAIN_S = 1.0
+"""Between attempts to go on with a watch whose control plane went away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ async def _watch(
     client: ControlPlaneClient, wanted: Filter, found: list[m.Location], revision: int, output: Output
 ) -> None:
     """Print what there is and then each change, a line each, until a signal."""
-    from kvplane.client.errors import RevisionGoneError
+    from kvplane.client.errors import ControlPlaneUnavailableError, RevisionGoneError
 
     for location in found:
         _print_event("retained" if not location.claimed else "claimed", location, output)
@@ -151,8 +153,26 @@ async def _watch(
             except RevisionGoneError:
                 say("changes were missed: the store no longer has them; from here on it goes on")
                 revision = (await client.list_locations_page(page_size=1)).revision
+            except ControlPlaneUnavailableError:
+                say("the control plane does not answer: it goes on when one does")
+                revision = await _back(client, revision)
     except asyncio.CancelledError:
         return
+
+
+async def _back(client: ControlPlaneClient, revision: int) -> int:
+    """Wait until a control plane answers; returns the revision to go on after."""
+    from kvplane.client.errors import ControlPlaneUnavailableError
+
+    while True:
+        await asyncio.sleep(_AGAIN_S)
+        try:
+            now = (await client.list_locations_page(page_size=1)).revision
+        except ControlPlaneUnavailableError:
+            continue
+        if now < revision:
+            say("its store has begun anew: what was retained is gone")
+        return min(now, revision)
 
 
 def _print_event(what: str, location: m.Location, output: Output) -> None:
