@@ -44,6 +44,7 @@ lint: venv
 	$(BIN)/python -m deploy.reference.drawings --check
 	$(BIN)/python -m deploy.grafana.generate --check
 	$(BIN)/python -m deploy.alerts.generate --check
+	$(BIN)/python -m deploy.envoy.generate --check
 	$(BIN)/buf lint
 
 # Exit code 3 of it: the source of advisories cannot be reached, so that nothing is known.
@@ -58,6 +59,7 @@ generate: venv
 	$(BIN)/python -m deploy.reference.drawings
 	$(BIN)/python -m deploy.grafana.generate
 	$(BIN)/python -m deploy.alerts.generate
+	$(BIN)/python -m deploy.envoy.generate
 
 promtool:
 	@deploy/alerts/get_promtool.sh .cache/promtool

@@ -11,6 +11,8 @@ from google.rpc import error_details_pb2, status_pb2
 from kvplane.store import errors as store_errors
 
 DOMAIN = "kvplane"
+REASON_KEY = "kvplane-error-reason"
+"""Trailer with the reason alone, for proxies, which do not read the status's details."""
 
 
 class DomainError(Exception):

@@ -15,7 +15,7 @@ import structlog
 
 from kvplane.controlplane import traced
 from kvplane.controlplane.callers import CURRENT, Access, Caller
-from kvplane.controlplane.errors import status_of
+from kvplane.controlplane.errors import REASON_KEY, status_of
 from kvplane.controlplane.tally import CallTally, Tally
 from kvplane.controlplane.throttle import Throttle
 from kvplane.tracing.context import Tracer
@@ -59,7 +59,8 @@ async def _abort(
             log.warning(
                 "rpc_refused", rpc=method, reason=reason, request_id=request_id, unlogged=unlogged, **more
             )
-    await context.abort(code, message, trailing_metadata=(("grpc-status-details-bin", details),))
+    trailers = (("grpc-status-details-bin", details), (REASON_KEY, reason))
+    await context.abort(code, message, trailing_metadata=trailers)
     raise AssertionError("abort returned")
 
 
