@@ -157,9 +157,12 @@ async def test_envoy_tries_another_replica_after_our_reasons_and_no_others(autho
             assert await codes(ShuttingDownError()) == ok
             while await asyncio.to_thread(envoy.healthy, "controlplane") == 2:
                 assert await _code(stub) is grpc.StatusCode.OK
-            seen = bad.calls
-            assert {await _code(stub) for _ in range(12)} == ok
-            assert bad.calls == seen
+            calls = list[int]()
+            for _ in range(3):  # Envoy's worker may not have heard of it at once.
+                before = bad.calls
+                assert {await _code(stub) for _ in range(12)} == ok
+                calls.append(bad.calls - before)
+            assert calls[-1] == 0, calls
     finally:
         await asyncio.to_thread(envoy.stop)
         for server, _ in servers:
