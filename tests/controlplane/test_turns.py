@@ -11,11 +11,12 @@ from msgspec.structs import replace
 
 from kvplane.client import model as cm
 from kvplane.client.errors import InvalidFieldError
-from kvplane.controlplane import keys, records
+from kvplane.controlplane import keys, records, turns
 from kvplane.controlplane import model as m
 from kvplane.controlplane.turns import BegunTurn
 from kvplane.storage.v1 import records_pb2
 from kvplane.store.base import Put
+from kvplane.store.testing import settle
 from tests.controlplane.harness import Rig, announcement, key
 from tests.controlplane.wire import KEY, SPEC, Wire
 from tests.controlplane.wire import announcement as wire_announcement
@@ -201,3 +202,19 @@ async def test_over_the_wire(wire: Wire) -> None:
     value = dataclasses.replace(value, request_id=cm.RequestId("q2"), lease_class=1024)
     with pytest.raises(InvalidFieldError, match="lease_class"):
         await wire.client.announce_location(SPEC.engine_id, epoch, value)
+
+
+async def test_a_crowd_for_one_conversation_does_not_wait(rig: Rig) -> None:
+    waiting = [asyncio.ensure_future(begin(rig, f"r{number}", wait_s=5.0)) for number in range(200)]
+    await settle()
+    left = [task for task in waiting if not task.done()]
+    assert len(left) == turns._MAX_WAITS
+    assert {task.result().known for task in waiting if task.done()} <= {
+        m.MissReason.UNKNOWN_CONVERSATION,
+        m.MissReason.TURN_IN_FLIGHT,
+    }
+    other = await rig.plane.turns.begin(key("other"), "r", 5.0)
+    assert other.known is m.MissReason.UNKNOWN_CONVERSATION
+    await rig.clock.advance(5.0)
+    await asyncio.gather(*waiting)
+    assert not rig.plane.mirror.waiting_for(keys.turns(key()))

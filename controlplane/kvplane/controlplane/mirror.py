@@ -157,6 +157,10 @@ class Mirror:
             if not waiters:
                 del self._waiters[key]
 
+    def waiting_for(self, key: bytes) -> int:
+        """Return how many wait for a key to change."""
+        return len(self._waiters.get(key, ()))
+
     # Following.
 
     async def run(self) -> None:

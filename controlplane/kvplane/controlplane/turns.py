@@ -18,6 +18,8 @@ from kvplane.controlplane.prefixes import Prefixes
 _REPEAT_MS = 60_000
 """For how long it is remembered which conversation a request by fingerprint began a turn of."""
 _MAX_INDEX = 2**31 - 1
+_MAX_WAITS = 16
+"""Of one conversation: each that waits is woken by each that begins, and in turn there are two or three."""
 _SMALL_MS = 1000
 """What a location lacks of the life that a claim needs, and is not asked for."""
 
@@ -159,11 +161,14 @@ class Turns:
     async def wait_until_settled(
         self, key: m.ConversationKey, turn: int, wait_s: float, known: m.Found | m.MissReason
     ) -> m.Found | m.MissReason:
-        """Wait until a turn is announced; returns what is known then, a miss being a turn in flight."""
+        """Wait until a turn is announced; returns what is known then, a miss being a turn in flight.
+
+        Where many wait for the same conversation already it is not waited.
+        """
         clock, turns_key = self._ledger.clock, keys.turns(key)
         ends = clock.monotonic() + wait_s
         with self._ledger.mirror.changes_of(turns_key) as changed:
-            while True:
+            while self._ledger.mirror.waiting_for(turns_key) <= _MAX_WAITS:
                 changed.clear()
                 turns = self._ledger.turns_at(turns_key).value
                 if turns is None or turns.settled_turn >= turn:
