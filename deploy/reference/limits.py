@@ -25,6 +25,7 @@ from kvplane.controlplane import (
     validate,
 )
 from kvplane.controlplane import model as m
+from kvplane.controlplane import turns as plane_turns
 from kvplane.controlplane.upkeep import dump
 from kvplane.router import (
     connections,
@@ -53,6 +54,9 @@ UNLIMITED = """
 
 - Connections of one peer to the control plane: gRPC has no such limit. The port is for routers and engines
   only, which certificates or tokens can enforce; descriptors of the process (`ulimit -n`) bound the rest.
+- Messages on their way to the control plane: gRPC reads them, up to the size above, before it is known who
+  calls. Where tokens alone tell callers apart, whoever reaches the port can fill memory by many large ones
+  at a time; `--grpc-client-ca` keeps out who has no certificate.
 - Connections to the router: one without a request ends after a while (above); requests are bounded in all.
   In front of the open internet, a proxy bounds connections per address.
 - Live engines: each costs a lease that ends within seconds, and some kilobytes.
@@ -107,6 +111,8 @@ def control_plane() -> list[Row]:
         ("streams of an engine", "1", "the newer one takes the place of the older"),
         ("`Turns` streams", f"{location_service.MAX_TURNS_STREAMS:,} a replica", full),
         ("`WatchLocations` streams", f"{location_service.MAX_WATCHES:,} a replica", full),
+        ("of either, for one caller of the access file", "four times what is then free", full),
+        ("begin-turns and claims that wait for one conversation", f"{plane_turns._MAX_WAITS}", "not waited"),
         (
             "operations of a `Turns` stream under way",
             f"{turn_streams.MAX_OUTSTANDING:,}",

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvplane.controlplane import location_service
+from kvplane.controlplane.callers import CURRENT
 from kvplane.controlplane.errors import TooManyStreamsError, status_of
+from kvplane.controlplane.places import Places
 from kvplane.controlplane.upkeep.dump import MAX_LINE_BYTES, DumpError, lines_of, read_dump
 from kvplane.v1 import location_pb2
 from tests.controlplane.harness import Rig, running
@@ -64,6 +68,45 @@ async def test_a_turns_stream_too_many_is_refused(rig: Rig) -> None:
     gate.set()
     await asyncio.gather(*open_)
     await servicer.Turns(requests(), Context())
+
+
+def caller(name: str) -> Any:
+    return SimpleNamespace(identity=SimpleNamespace(name=name))
+
+
+def test_one_caller_leaves_places_for_the_others() -> None:
+    places, said = Places("streams", 100), list[str]()
+    with ExitStack() as held:
+
+        def fill(name: str) -> int:
+            taken = 0
+            token = CURRENT.set(caller(name))
+            try:
+                while True:
+                    held.enter_context(places.take())
+                    taken += 1
+            except TooManyStreamsError as error:
+                said.append(str(error))
+                return taken
+            finally:
+                CURRENT.reset(token)
+
+        assert fill("greedy") == 80
+        assert fill("greedy") == 0
+        assert fill("router") == 16
+        assert [fill(f"late{number}") for number in range(5)] == [3, 1, 0, 0, 0]
+    assert "greedy" in said[0]
+    assert places.taken == 0
+    assert not places._has
+
+
+def test_who_is_not_told_apart_may_take_all() -> None:
+    places = Places("streams", 3)
+    with ExitStack() as held:
+        for _ in range(3):
+            held.enter_context(places.take())
+        with pytest.raises(TooManyStreamsError, match="serves 3 streams already"):
+            held.enter_context(places.take())
 
 
 def test_a_line_of_a_dump_that_never_ends_is_read_no_further_than_shows_it() -> None:

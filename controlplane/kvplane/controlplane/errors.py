@@ -134,8 +134,9 @@ class RevisionGoneError(DomainError):
 class TooManyStreamsError(DomainError):
     """This replica serves as many streams of the kind as it may: call another one, or end some."""
 
-    def __init__(self, what: str, most: int) -> None:
-        super().__init__(f"this control plane serves {most} {what} already; end some, or call another one")
+    def __init__(self, what: str, most: int, *, caller: str = "") -> None:
+        whose = f"as many {what} of {caller}'s as it may, of {most}" if caller else f"{most} {what}"
+        super().__init__(f"this control plane serves {whose} already; end some, or call another one")
 
 
 class SupersededStreamError(DomainError):

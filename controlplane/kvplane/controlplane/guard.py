@@ -128,6 +128,8 @@ def _of_callers(method: str, behavior: Callable[..., Any], access: Access, *, st
     They are then looked at where they are read. What answers many times looks again before each answer.
     """
 
+    answers_many = inspect.isasyncgenfunction(behavior)
+
     def check(caller: Caller, request: Any) -> None:
         caller.require_role(method)
         if not streams:
@@ -136,7 +138,7 @@ def _of_callers(method: str, behavior: Callable[..., Any], access: Access, *, st
     def admit(request: Any, context: _Context) -> Caller:
         caller = access.caller(context)
         check(caller, request)
-        if streams:
+        if streams or answers_many:
             CURRENT.set(caller)
         return caller
 
@@ -151,7 +153,7 @@ def _of_callers(method: str, behavior: Callable[..., Any], access: Access, *, st
                 check(caller, request)
                 yield answer
 
-    return many if inspect.isasyncgenfunction(behavior) else once
+    return many if answers_many else once
 
 
 def guarded(

@@ -288,7 +288,7 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         tenant_id = validate.text("tenant_id", request.tenant_id, optional=True)
         prefix = keys.tenant_locations(tenant_id) if tenant_id else keys.LOCATIONS
         try:
-            with self._watches:
+            with self._watches.take():
                 async for batch in self._ledger.store.watch(prefix, from_revision=request.from_revision):
                     events = [event for event in map(self._event, batch.events) if event is not None]
                     yield location_pb2.WatchLocationsResponse(revision=batch.revision, events=events)
@@ -311,7 +311,7 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         self, request_iterator: AsyncIterator[location_pb2.TurnsRequest], context: Any
     ) -> None:
         """See the protos. It writes its answers itself: each layer of generators costs a turn of the loop."""
-        with self._streams:
+        with self._streams.take():
             await multiplexed(
                 self,
                 request_iterator,
