@@ -32,6 +32,10 @@ class AccessFileError(ValueError):
         super().__init__(text if text.isprintable() else ascii(text)[1:-1])  # a name may hold a line's end
 
 
+_OF_ADDRESSES = re.compile(r"[0-9.*?]*[0-9][0-9.*?]*|.*:.*")
+"""A glob that stands for addresses: to 10.0.0.* a name such as 10.0.0.example does not fit."""
+
+
 @lru_cache(maxsize=4096)
 def _pattern(glob: str) -> re.Pattern[str]:
     """Return a glob, of `*` and `?` only, as a pattern."""
@@ -78,8 +82,11 @@ class Identity:
     def has_address(self, host: str, peer: str) -> bool:
         """Whether a host may be registered by it, which calls from the address `peer`."""
         host = host.strip("[]").lower()
-        if _any_matches((glob for glob in self.addresses if glob != PEER), host):
-            return True
+        for glob in self.addresses:
+            if glob == PEER or not _pattern(glob).fullmatch(host):
+                continue
+            if _address(host) is not None or not _OF_ADDRESSES.fullmatch(glob):
+                return True
         if PEER in self.addresses and _same_host(host, peer):
             return True
         if self.networks:

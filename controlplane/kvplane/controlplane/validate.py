@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from functools import lru_cache
 from types import NoneType
@@ -30,6 +31,8 @@ LOADS = ("running_requests", "waiting_requests", "free_blocks", "retained_blocks
 _LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
 _HOST = re.compile(rf"(?=.{{1,253}}\.?$){_LABEL}(\.{_LABEL})*\.?|[0-9a-f.]*:[0-9a-f:.]*")
 """A host name of DNS labels (with underscores, as container networks have them), or an address."""
+_ZONE = re.compile(r"[0-9a-z_.-]{1,64}")
+"""Of an IPv6 address: the interface."""
 _MAX_PORT = 65_535
 _MAX_PARALLEL = 65_536
 
@@ -194,7 +197,23 @@ def _is_base_url(value: str) -> bool:
     except ValueError:
         return False
     is_http = parts.scheme in ("http", "https")
-    return usable and is_http and not parts.path.strip("/") and "@" not in parts.netloc
+    # What is left out here, and by urlsplit itself, would change what a path means that is put after it.
+    plain = not any(c in "?#@" or c <= " " for c in value)
+    return usable and is_http and not parts.path.strip("/") and plain
+
+
+@lru_cache(maxsize=1024)
+def _is_host(value: str) -> bool:
+    """Tell whether a value is a host's name or address, and nothing that says more to who connects there."""
+    host = value.lower()
+    if ":" not in host:
+        return _HOST.fullmatch(host) is not None
+    address, percent, zone = host.removeprefix("[").removesuffix("]").partition("%")
+    try:
+        ipaddress.IPv6Address(address)
+    except ValueError:
+        return False
+    return not percent or _ZONE.fullmatch(zone) is not None
 
 
 def announcement(wire: common_pb2.Announcement, engine_id: str, field: str = "announcement") -> None:
@@ -266,6 +285,8 @@ def _params(raw: bytes, engine_id: str, field: str) -> None:
             raise InvalidFieldError(
                 f"{field}.{name}", "must be a text: the reader could not reach the blocks"
             )
+    if not _is_host(params["remote_host"]):
+        raise InvalidFieldError(f"{field}.remote_host", "must be a host's name or address")
     if not _is_int(params.get("remote_port"), _MAX_PORT):
         raise InvalidFieldError(f"{field}.remote_port", f"must be a number from 1 to {_MAX_PORT}")
     value = params.get("remote_block_ids")
