@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 MAX_FILE_BYTES = 1 << 20
 
-State = tuple[tuple[int, int, int, int] | None, ...]
+State = tuple[tuple[int, ...] | None, ...]
 """What tells one content of some files from another; None for a file that is not there."""
 
 
@@ -19,11 +19,12 @@ class FileError(Exception):
 
 def state_of(paths: Sequence[str]) -> State:
     """Return the files' state. It blocks for some microseconds."""
-    found = list[tuple[int, int, int, int] | None]()
+    found = list[tuple[int, ...] | None]()
     for path in paths:
         try:
             seen = os.stat(path)
-            found.append((seen.st_mtime_ns, seen.st_size, seen.st_ino, seen.st_dev))
+            # Also when it was changed at all: what could not be read may be by another mode now.
+            found.append((seen.st_mtime_ns, seen.st_ctime_ns, seen.st_size, seen.st_ino, seen.st_dev))
         except (OSError, ValueError):
             found.append(None)
     return tuple(found)
