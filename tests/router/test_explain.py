@@ -156,6 +156,32 @@ def test_where_a_client_is(address: str, here: bool) -> None:
     assert _from_here(request) is here
 
 
+@pytest.mark.parametrize(
+    ("host", "here"),
+    [
+        ("127.0.0.1:8000", True),
+        ("localhost", True),
+        ("LocalHost.:8000", True),
+        ("kv.localhost:8000", True),
+        ("[::1]:8000", True),
+        ("[::1]", True),
+        ("10.0.0.7", True),
+        ("rebound.example:8000", False),
+        ("127.0.0.1.rebound.example", False),
+        ("localhost.rebound.example", False),
+        ("notlocalhost", False),
+        ("[rebound.example]", False),
+        ("rebound.example:8000:1", False),
+    ],
+)
+async def test_a_name_that_leads_a_browser_here_shows_it_nothing(host: str, here: bool) -> None:
+    async with rig() as r:
+        request_id = id_of(await r.say("hello"))
+        for path in ("/ui/data", "/ui", f"/debug/turns/{request_id}"):
+            async with r.http.get(r.url + path, headers={"Host": host}) as answer:
+                assert answer.status == (200 if here else 403), path
+
+
 def test_nothing_is_kept_where_nothing_is_to_be_kept() -> None:
     explanations = Explanations(0, lambda: 0.0)
     explanations.begin("r", "/")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from kvplane.router.turn import Turn
 
 _PREFIX = "/debug/turns/"
+_HOST = re.compile(r"(?:\[([^]]+)]|([^:]+))(?::[0-9]*)?")
 _MODEL_CHARACTERS = 256
 _MOST_CANDIDATES = 16
 """Engines on record per request and role: those of a large fleet say no more."""
@@ -318,12 +320,30 @@ def _from_here(request: web.Request) -> bool:
     """Tell whether the client is on this host, and not one that a proxy on this host speaks for."""
     if "forwarded" in request.headers or "x-forwarded-for" in request.headers:
         return False
+    # A page from elsewhere can have its own name lead a browser here, and then read what it is answered.
+    return _is_loopback(request.remote or "") and _is_here(request.headers.get("Host", ""))
+
+
+def _is_loopback(host: str) -> bool:
     try:
-        address = ipaddress.ip_address((request.remote or "").split("%")[0])
+        address = ipaddress.ip_address(host.split("%")[0])
     except ValueError:
         return False
     mapped = getattr(address, "ipv4_mapped", None)
     return bool((mapped or address).is_loopback)
+
+
+def _is_here(said: str) -> bool:
+    """Tell whether a Host header has an address, or a name that is every host's own; or is not there."""
+    found = _HOST.fullmatch(said)
+    if found is None:
+        return not said
+    host = (found[1] or found[2]).lower().rstrip(".")
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+    return True
 
 
 def _json(body: bytes, status: int) -> web.Response:
