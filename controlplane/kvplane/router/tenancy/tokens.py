@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,8 @@ from kvplane.router.tenancy.model import JwtSettings
 
 _LONGEST = 16 * 1024
 _SUBJECT_CHARACTERS = 256
+_MOST_S = 1e15
+"""Of a time in a token; what is more, or no number, is none."""
 
 
 class AccessError(Exception):
@@ -97,7 +98,7 @@ class Tokens:
 
 
 def _time(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _MOST_S:
         return None
     return float(value)
 
