@@ -113,6 +113,20 @@ async def test_engines_named_by_url_that_drain_get_nothing_new_once_it_is_known_
         await until(lambda: not any(engine.draining for engine in known))
 
 
+async def test_that_all_decode_engines_drain_is_said() -> None:
+    decode = [EngineConfig(EngineRole.DECODE, announces_endpoint=True)] * 2
+    async with rig(decode=decode, poll_interval_s=0.02) as r:
+        for engine in r.decode:
+            record = r.plane.engines[engine.engine_id]
+            r.plane.engines[engine.engine_id] = replace(record, draining=True)
+        await until(lambda: all(e.draining for e in r.router.pool.engines if e.decode))
+        async with r.http.get(r.url + "/ready") as response:
+            assert response.status == 503
+            (said,) = (await response.json())["problems"]
+            assert said.startswith("all decode engines that answer drain")
+        assert (await r.post(chat("hello"))).status == 503
+
+
 async def test_case_40_a_router_told_to_stop_during_a_claim_finishes_the_turn() -> None:
     async with rig() as r:
         await r.say(long_text(200))

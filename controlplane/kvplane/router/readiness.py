@@ -77,6 +77,10 @@ class Readiness:
                 "no decode engine is known: give --decode, or set kvplane_endpoint on the engines so that"
                 " their registration says where they are"
             )
+        elif any(e.up for e in decode) and all(e.draining for e in decode if e.up):
+            problems.append(
+                "all decode engines that answer drain: start one, or restart one that has drained"
+            )
         if not any(e.up for e in prefill):
             problems.append("no prefill engine answers: decode engines compute prompts themselves")
         if plane == "unavailable":
