@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import socket
+import ssl
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -11,6 +13,7 @@ from dataclasses import replace as with_
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from structlog.testing import capture_logs
 
@@ -24,7 +27,7 @@ from kvplane.controlplane.access import token_digest
 from kvplane.controlplane.security import SecurityError
 from kvplane.controlplane.security import SecuritySettings as ServerSecurity
 from kvplane.controlplane.server import ControlPlaneServer
-from kvplane.controlplane.tls import TlsFiles
+from kvplane.controlplane.tls import SESSION_LOOKS, ServerTls, TlsFiles
 from kvplane.store.memory import MemoryStore
 from kvplane.store.testing import ManualClock
 from tests.security.authority import Authority, Pair, replace
@@ -253,6 +256,37 @@ async def test_broken_files_leave_the_old_ones_in_use(
     with capture_logs() as logs:
         await looked(server)
     assert [entry["event"] for entry in logs] == ["certificates_reloaded"]
+
+
+async def test_a_session_is_not_resumed_for_long(authority: Authority) -> None:
+    """Who resumes one shows no certificate: it may be over."""
+    pair = await asyncio.to_thread(authority.client, "caller", ["spiffe://kv.example/router"])
+    await asyncio.to_thread(authority.server)
+    tls = await asyncio.to_thread(ServerTls, files(authority))
+    server = grpc.aio.server()
+    port = server.add_secure_port("127.0.0.1:0", tls.credentials)
+    await server.start()
+    context = ssl.create_default_context(cafile=authority.ca)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(pair.cert, pair.key)
+    context.set_alpn_protocols(["h2"])
+
+    def connect(session: ssl.SSLSession | None) -> tuple[ssl.SSLSession | None, bool | None]:
+        with (
+            socket.create_connection(("127.0.0.1", port), 10) as plain,
+            context.wrap_socket(plain, server_hostname="127.0.0.1", session=session) as made,
+        ):
+            return made.session, made.session_reused
+
+    try:
+        session, _ = await asyncio.to_thread(connect, None)
+        for _ in range(SESSION_LOOKS - 1):
+            await tls.look()
+        assert (await asyncio.to_thread(connect, session))[1] is True
+        await tls.look()
+        assert (await asyncio.to_thread(connect, session))[1] is False
+    finally:
+        await server.stop(0)
 
 
 async def test_files_are_looked_at_every_second(serve: Serve, authority: Authority) -> None:

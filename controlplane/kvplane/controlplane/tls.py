@@ -13,6 +13,10 @@ from kvplane.store.files import FileError, Watched, check_authorities, check_pai
 
 log = structlog.get_logger(__name__)
 
+SESSION_LOOKS = 300
+"""So many looks after one context for handshakes another one is made: who resumes a session of the one before
+shows its certificate again, which may be over by then. gRPC cannot be told to give out no sessions."""
+
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
@@ -45,8 +49,10 @@ class ServerTls:
         self._files = files
         self._watched = Watched(files.paths)
         self._next: deque[grpc.ServerCertificateConfiguration] = deque(maxlen=1)
+        self._current = self._load()
+        self._looks = 0
         self.credentials = grpc.dynamic_ssl_server_credentials(
-            self._load(),
+            self._current,
             self._fetch,  # type: ignore[arg-type]  # None says that nothing is new, which the stubs leave out
             require_client_authentication=bool(files.client_ca),
         )
@@ -71,11 +77,18 @@ class ServerTls:
         await asyncio.to_thread(self._look)
 
     def _look(self) -> None:
+        self._looks += 1
         if not self._watched.look():
+            if self._files.client_ca and self._looks >= SESSION_LOOKS:
+                self._use(self._current)
             return
         try:
-            self._next.append(self._load())
+            self._use(self._load())
         except FileError as error:
             log.error("certificates_not_reloaded", problem=str(error), effect="the old ones stay in use")
             return
         log.info("certificates_reloaded", cert=self._files.cert)
+
+    def _use(self, configuration: grpc.ServerCertificateConfiguration) -> None:
+        self._current, self._looks = configuration, 0
+        self._next.append(configuration)
