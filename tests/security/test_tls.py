@@ -258,6 +258,18 @@ async def test_broken_files_leave_the_old_ones_in_use(
     assert [entry["event"] for entry in logs] == ["certificates_reloaded"]
 
 
+async def test_a_name_of_one_kind_is_none_of_the_other(
+    serve: Serve, issued: Authority, tmp_path: Path
+) -> None:
+    await asyncio.to_thread((tmp_path / "access.toml").write_text, ACCESS)
+    _, address = await serve(ServerSecurity(files(issued), str(tmp_path / "access.toml")))
+    for number, (uris, dns) in enumerate(((["router.kv.example"], []), ([], ["spiffe://kv.example/router"]))):
+        await asyncio.to_thread(issued.client, f"odd{number}", uris, dns)
+        async with client_of(address, shown(issued, f"odd{number}")) as client:
+            with pytest.raises(UnknownCallerError):
+                await client.list_engines()
+
+
 async def test_a_session_is_not_resumed_for_long(authority: Authority) -> None:
     """Who resumes one shows no certificate: it may be over."""
     pair = await asyncio.to_thread(authority.client, "caller", ["spiffe://kv.example/router"])

@@ -27,7 +27,8 @@ log = structlog.get_logger(__name__)
 
 _BEARER = "bearer "
 _MAX_TOKEN_LENGTH = 4096
-_NAMES = ("peer_uri", "peer_dns")
+_URI = "peer_uri"
+_NAMES = (_URI, "peer_dns")
 """Properties of a connection: the names of kind URI and DNS of a certificate that was verified."""
 
 
@@ -146,7 +147,11 @@ class Access:
         """Return whom a call comes from, whoever that is."""
         shown: Mapping[str, Iterable[bytes]] = context.auth_context()
         names = tuple(
-            name.decode("utf-8", "replace") for kind in _NAMES if kind in shown for name in shown[kind]
+            name.decode("utf-8", "replace")
+            for kind in _NAMES
+            if kind in shown
+            for name in shown[kind]
+            if (b":" in name) is (kind == _URI)  # else a name of one kind that is written as one of the other
         )
         return Caller(self, names, _token(context.invocation_metadata()), context.peer())
 
