@@ -19,7 +19,7 @@ from kvplane.controlplane.errors import (
     UnknownEngineError,
 )
 from kvplane.controlplane.ledger import Decision, Keep, Ledger, Stored, Write, same_state, understood
-from kvplane.store.base import Compare, Delete, Lease, Page, Put
+from kvplane.store.base import Compare, Delete, KeyValue, Lease, Page, Put
 from kvplane.store.errors import LeaseNotFoundError, StoreError
 
 log = structlog.get_logger(__name__)
@@ -89,6 +89,13 @@ class EngineRegistry:
             self._decoded[engine_id] = cached
         return cached
 
+    def _loaded(self, item: KeyValue) -> Stored[m.Engine]:
+        """Return an engine's record as read from the store, decoded before if it is what is known."""
+        known = self._ledger.mirror.get(item.key)
+        if known is None or known.mod_revision != item.mod_revision:
+            return Stored(item.key, understood(item, records.load_engine), item.mod_revision)
+        return self.find(keys.engine_id_of(item.key))
+
     async def require(self, engine_id: str, engine_epoch: int, stream: int = 0) -> Required:
         """Return the live incarnation, asking the store itself before saying no.
 
@@ -125,7 +132,7 @@ class EngineRegistry:
         """
         start = keys.ENGINES + after if after else b""
         page = await self._ledger.store.scan(keys.ENGINES, after=start, limit=limit)
-        loaded = [understood(item, records.load_engine) for item in page.items]
+        loaded = [self._loaded(item).value for item in page.items]
         engines = [engine for engine in loaded if engine is not None]
         return [self._live(engine) for engine in engines], _position(page)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvplane.router.engine import Engine
@@ -51,23 +51,17 @@ class PrefillChoice:
             there = max(there, min(turn.location.token_count, prompt))
         return prompt - min(there, prompt)
 
-    def cost(self, turn: Turn, engine: Engine, default_rate: float) -> float:
-        """Return the expected seconds until an engine has computed a prompt."""
-        ahead = engine.ahead_tokens + engine.waiting * _UNKNOWN_PROMPT_TOKENS
-        return (ahead + self.work(turn, engine)) / (self._rates.compute(engine.url) or default_rate)
-
     def choose(
         self, turn: Turn, engines: Sequence[Engine], *, exclude: set[Engine] | frozenset[Engine] = frozenset()
     ) -> Engine | None:
         """Return the engine for a turn's prompt; see EnginePool.choose for those that are not well."""
         if len(engines) < 2:
             return self._pool.choose(engines, exclude=exclude)
-        default = self._default_rate(engines)
         last = self._memory.prefilled_by(turn.known_key) if turn.known_key is not None else ""
         return self._pool.choose(
             engines,
             exclude=exclude,
-            cost=lambda engine: self.cost(turn, engine, default),
+            cost=self._cost(turn, engines),
             draw_too=next((e for e in engines if e.url == last), None),
         )
 
@@ -75,10 +69,23 @@ class PrefillChoice:
         """Return the engine that will probably be chosen, without choosing it."""
         if len(engines) < 2:
             return engines[0] if engines else None
-        default = self._default_rate(engines)
-        return min(engines, key=lambda engine: self.cost(turn, engine, default))
+        return min(engines, key=self._cost(turn, engines))
 
-    def _default_rate(self, engines: Sequence[Engine]) -> float:
-        """Return what engines that nothing is known of are taken for: the average of the others."""
-        known = [rate for engine in engines if (rate := self._rates.compute(engine.url))]
-        return sum(known) / len(known) if known else 1.0
+    def _cost(self, turn: Turn, engines: Sequence[Engine]) -> Callable[[Engine], float]:
+        """Return what says of one of these engines in how many seconds it will have computed a prompt.
+
+        There may be hundreds of them: what is the same for all is looked up once.
+        """
+        last = self._memory.prefilled_by(turn.known_key) if turn.known_key is not None else ""
+        elsewhere = next((self.work(turn, engine) for engine in engines if engine.url != last), 0)
+        compute = self._rates.compute
+        rates = {engine: rate for engine in engines if (rate := compute(engine.url))}
+        # What nothing is known of is taken for the average of the others.
+        default = sum(rates.values()) / len(rates) if rates else 1.0
+
+        def cost(engine: Engine) -> float:
+            work = self.work(turn, engine) if engine.url == last else elsewhere
+            ahead = engine.ahead_tokens + engine.waiting * _UNKNOWN_PROMPT_TOKENS
+            return (ahead + work) / rates.get(engine, default)
+
+        return cost

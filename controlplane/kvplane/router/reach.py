@@ -21,6 +21,7 @@ _METADATA = tuple(
 """Where clouds answer questions about credentials, besides link-local addresses."""
 _METADATA_NAMES = frozenset({"metadata", "metadata.google.internal", "instance-data"})
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_MOST_REMEMBERED = 10_000
 _NAME = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*")
 _NUMBER = re.compile(r"(0x[0-9a-f]*|[0-9]+)\.?")
 
@@ -67,6 +68,8 @@ class Reach:
         self._suffixes = list[str]()
         self._named = frozenset(named)
         self._plaintext = plaintext
+        self._refusals: dict[str, str | None] = {}
+        """By URL: each engine of a fleet is asked about at every look at the registry."""
         for pattern in patterns:
             self._add(pattern.strip().lower())
 
@@ -93,6 +96,13 @@ class Reach:
 
     def refusal(self, url: str) -> str | None:
         """Return why an engine that registered with a base URL is not talked to, None if it may be."""
+        if url not in self._refusals:
+            if len(self._refusals) >= _MOST_REMEMBERED:
+                self._refusals.clear()
+            self._refusals[url] = self._refusal(url)
+        return self._refusals[url]
+
+    def _refusal(self, url: str) -> str | None:
         parts = urlsplit(url)
         host = (parts.hostname or "").rstrip(".")
         if host in self._named:

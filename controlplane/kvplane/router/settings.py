@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from kvplane.client.address import checked_address
@@ -28,6 +29,7 @@ class SettingsError(ValueError):
         super().__init__(text if text.isprintable() else ascii(text)[1:-1])
 
 
+@lru_cache(maxsize=4096)
 def engine_url(value: str, flag: str = "--decode") -> str:
     """Return an engine's base URL in its one spelling: lower-case host, no default port, no slash at the end.
 
