@@ -12,6 +12,7 @@ from kvplane.bench import rpc, stored
 from kvplane.bench.figures import Row
 from kvplane.bench.process import ServerDiedError
 from kvplane.bench.rig import BenchError, Options
+from kvplane.cli.bench_fleet import bench_fleet
 from kvplane.cli.bench_output import check_writable, chosen, finish, progress
 from kvplane.cli.bench_retention import bench_retention
 from kvplane.cli.bench_router import bench_router
@@ -25,6 +26,7 @@ bench_app = typer.Typer(
 )
 bench_app.command("router")(bench_router)
 bench_app.command("retention")(bench_retention)
+bench_app.command("fleet")(bench_fleet)
 
 Seconds = Annotated[float, typer.Option(help="Length of each measured stretch.", min=0.01)]
 Rounds = Annotated[

@@ -1,0 +1,1 @@
+"""`kvplane bench fleet`: hundreds of modelled engines around the real decisions, in simulated time."""
