@@ -118,13 +118,7 @@ class Envoy(RigProcess):
 
     def healthy(self, cluster: str) -> int:
         """How many endpoints of a cluster get requests now. Raises RigError where Envoy does not answer."""
-        try:
-            with urllib.request.urlopen(f"{self.admin_url}/clusters?format=json", timeout=5.0) as answer:
-                page = json.load(answer)
-        except (OSError, urllib.error.URLError) as error:
-            raise RigError(f"{self.name} does not answer: {error}") from error
-        (found,) = (one for one in page["cluster_statuses"] if one["name"] == cluster)
-        return sum(_is_healthy(host["health_status"]) for host in found.get("host_statuses", ()))
+        return healthy(self.admin_url, cluster)
 
     def counters(self, prefix: str) -> dict[str, int]:
         """Its counters that begin with a prefix, such as "cluster.routers.". Raises RigError as `healthy`."""
@@ -135,6 +129,17 @@ class Envoy(RigProcess):
             raise RigError(f"{self.name} does not answer: {error}") from error
         pairs = (line.partition(": ") for line in lines if line.startswith(prefix))
         return {name: int(value) for name, _, value in pairs if value.isdigit()}
+
+
+def healthy(admin_url: str, cluster: str) -> int:
+    """How many endpoints of a cluster an Envoy sends to. Raises RigError where it does not answer."""
+    try:
+        with urllib.request.urlopen(f"{admin_url}/clusters?format=json", timeout=5.0) as answer:
+            page = json.load(answer)
+    except (OSError, urllib.error.URLError) as error:
+        raise RigError(f"Envoy at {admin_url} does not answer: {error}") from error
+    (found,) = (one for one in page["cluster_statuses"] if one["name"] == cluster)
+    return sum(_is_healthy(host["health_status"]) for host in found.get("host_statuses", ()))
 
 
 def _is_healthy(status: Mapping[str, Any]) -> bool:

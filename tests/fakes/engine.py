@@ -268,6 +268,7 @@ async def _main(arguments: argparse.Namespace) -> None:
         prefill_s_per_token=arguments.prefill_s_per_token,
         token_gap_s=arguments.token_gap_s,
         connector=not arguments.stock,
+        announces_endpoint=arguments.announce_endpoint,
     )
     plane = ControlPlaneClient(arguments.plane) if arguments.plane else None
     engine = FakeEngine(replace(config), plane)
@@ -283,6 +284,7 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", default="fake")
     parser.add_argument("--plane", help="HOST:PORT of the control plane")
+    parser.add_argument("--announce-endpoint", action="store_true", help="let routers find it, as its host")
     parser.add_argument("--prefill-s-per-token", type=float, default=0.0)
     parser.add_argument("--token-gap-s", type=float, default=0.0)
     parser.add_argument("--stock", action="store_true", help="behave as vLLM without our connector")
