@@ -29,6 +29,7 @@ class Mesh:
     authority: Authority
     planes: list[ControlPlane]
     envoy: Envoy
+    inner_ca: str
 
     def pair(self, name: str) -> Pair:
         folder = self.authority.folder
@@ -47,16 +48,39 @@ class Mesh:
         return [*shown, "-authority", "plane.internal"]
 
 
-def secrets(authority: Authority, name: str) -> Path:
-    """Lay files out as Envoy's configuration has them, in a folder beside the certificates."""
+def secrets(authority: Authority, inner: Authority) -> Path:
+    """Lay files out as Envoy's configuration has them, in a folder beside the certificates.
+
+    `authority` has issued the callers' certificates and "plane", which Envoy shows them; `inner` the control
+    planes' and "envoy", which it shows to those.
+    """
     folder = authority.folder / "tls"
     folder.mkdir()
     for path in (CONFIGURATIONS / "tls").iterdir():
         (folder / path.name).write_text(path.read_text().replace("/etc/envoy/tls", str(folder)))
-    shutil.copy(authority.folder / f"{name}.pem", folder / "tls.crt")
-    shutil.copy(authority.folder / f"{name}.key", folder / "tls.key")
-    shutil.copy(authority.ca, folder / "ca.crt")
+    for source, prefix, name in ((authority, "", "plane"), (inner, "upstream-", "envoy")):
+        base = "upstream" if prefix else "tls"
+        shutil.copy(source.folder / f"{name}.pem", folder / f"{base}.crt")
+        shutil.copy(source.folder / f"{name}.key", folder / f"{base}.key")
+        shutil.copy(source.ca, folder / f"{prefix}ca.crt")
     return folder
+
+
+class Inner(Authority):
+    """The authority between Envoy and control planes."""
+
+    own: Pair
+    """The control planes' certificate."""
+
+
+def inner_authority(folder: Path) -> Inner:
+    """Make one, with the certificates that are needed, in a folder of its own."""
+    inside = folder / "inner"
+    inside.mkdir()
+    made = Inner(inside, "inner-ca")
+    made.own = made.server("inside", "plane.internal")
+    made.client("envoy", ["spiffe://kv.internal/envoy"])
+    return made
 
 
 async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
@@ -70,7 +94,8 @@ async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> Non
 def mesh(tmp_path_factory: pytest.TempPathFactory, etcd_server: EtcdServer) -> Iterator[Mesh]:
     folder = tmp_path_factory.mktemp("mesh")
     authority = Authority(folder)
-    own = authority.server("plane", "plane.internal")
+    authority.server("plane", "plane.internal")
+    inner = inner_authority(folder)
     for name in CALLERS:
         authority.client(name, [f"spiffe://kv.internal/{name}"])
     authority.client("expired", ["spiffe://kv.internal/ops"], expired=True)
@@ -83,13 +108,13 @@ def mesh(tmp_path_factory: pytest.TempPathFactory, etcd_server: EtcdServer) -> I
                 log_file=folder / f"plane{number}.log",
                 extra=[
                     *("--store", f"etcd://{etcd_server.endpoint}/mesh", "--log-format", "json"),
-                    *("--grpc-tls-cert", own.cert, "--grpc-tls-key", own.key),
-                    *("--grpc-client-ca", authority.ca, "--drain-timeout", "1"),
+                    *("--grpc-tls-cert", inner.own.cert, "--grpc-tls-key", inner.own.key),
+                    *("--grpc-client-ca", inner.ca, "--drain-timeout", "1"),
                 ],
             )
             stack.enter_context(plane)
             planes.append(plane)
-        tls = secrets(authority, "plane")
+        tls = secrets(authority, inner)
         envoy = Envoy(
             "controlplane",
             folder,
@@ -98,7 +123,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory, etcd_server: EtcdServer) -> I
         )
         stack.enter_context(envoy)
         envoy.wait_ready(20.0)
-        made = Mesh(authority, planes, envoy)
+        made = Mesh(authority, planes, envoy, inner.ca)
         ends = time.monotonic() + 20.0
         while envoy.healthy("controlplane") < len(planes):
             assert time.monotonic() < ends, "\n".join(one.log_tail(5) for one in (envoy, *planes))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +16,7 @@ import yaml
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from deploy.envoy import generate
-from deploy.rig.envoy import Envoy, placed
+from deploy.rig.envoy import Envoy, envoy_command, placed
 from deploy.rig.process import LOCALHOST, RigError
 from kvplane.controlplane.access import AccessFileError, load_access
 from kvplane.controlplane.errors import (
@@ -26,7 +28,7 @@ from kvplane.controlplane.errors import (
 from kvplane.controlplane.guard import guarded
 from kvplane.controlplane.roles import TABLE, Role
 from kvplane.v1 import status_pb2, status_pb2_grpc
-from tests.mesh.conftest import secrets, until
+from tests.mesh.conftest import Inner, inner_authority, secrets, until
 from tests.security.authority import Authority
 
 
@@ -75,6 +77,25 @@ def test_who_has_only_a_token_is_refused(tmp_path: Path) -> None:
         generate.policies(load_access(str(access)))
 
 
+def test_https_for_clients_as_the_page_has_it(tmp_path: Path) -> None:
+    """Envoy itself takes the routers' configuration with the page's lines in it."""
+    page = (generate.FOLDER.parent / "MESH.md").read_text()
+    (snippet,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    authority = Authority(tmp_path)
+    own = authority.server()
+    for old, new in (("tls.crt", own.cert), ("tls.key", own.key)):
+        snippet = snippet.replace(f"/etc/envoy/tls/{old}", new)
+    configuration = yaml.safe_load((generate.FOLDER / "router.yaml").read_text())
+    (listener,) = configuration["static_resources"]["listeners"]
+    listener["filter_chains"][0] |= yaml.safe_load(snippet.replace("/etc/envoy/tls", str(tmp_path)))
+    path = tmp_path / "envoy.json"
+    path.write_text(json.dumps(configuration))
+    done = subprocess.run(
+        [*envoy_command(path), "--mode", "validate"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_what_is_not_placed_is_named() -> None:
     configuration = yaml.safe_load(generate.TARGET.read_text())
     with pytest.raises(RigError, match="clusters"):
@@ -97,17 +118,16 @@ class Replica(status_pb2_grpc.StatusServiceServicer):
         return status_pb2.GetStatusResponse()
 
 
-async def _serve(replica: Replica, authority: Authority) -> tuple[grpc.aio.Server, int]:
+async def _serve(replica: Replica, authority: Inner) -> tuple[grpc.aio.Server, int]:
     server = grpc.aio.server()
     servicer: Any = guarded(replica, "kvplane.v1.StatusService")
     status_pb2_grpc.add_StatusServiceServicer_to_server(servicer, server)
     healthy = health.aio.HealthServicer()
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
-    folder = authority.folder
 
     def read() -> grpc.ServerCredentials:
-        pair = ((folder / "plane.key").read_bytes(), (folder / "plane.pem").read_bytes())
+        pair = (Path(authority.own.key).read_bytes(), Path(authority.own.cert).read_bytes())
         return grpc.ssl_server_credentials([pair], Path(authority.ca).read_bytes(), require_client_auth=True)
 
     port = server.add_secure_port(f"{LOCALHOST}:0", await asyncio.to_thread(read))
@@ -125,8 +145,9 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 async def test_envoy_tries_another_replica_after_our_reasons_and_no_others(authority: Authority) -> None:
     good, bad = Replica(), Replica()
-    servers = [await _serve(replica, authority) for replica in (good, bad)]
-    tls = await asyncio.to_thread(secrets, authority, "plane")
+    inner = await asyncio.to_thread(inner_authority, authority.folder)
+    servers = [await _serve(replica, inner) for replica in (good, bad)]
+    tls = await asyncio.to_thread(secrets, authority, inner)
     envoy = await asyncio.to_thread(
         Envoy,
         "controlplane",
