@@ -49,7 +49,8 @@ in place of `-plaintext`. The examples below are for a control plane on loopback
 ERRORS = """A call that fails has a gRPC status, and in its details a `google.rpc.ErrorInfo` with the domain `kvplane`, one
 of these reasons, and in its metadata a `request_id` that the control plane's log has too, with the ids it is about.
 `INVALID_FIELD` also has a `google.rpc.BadRequest` that names the field; `UNAVAILABLE` and `QUOTA_EXCEEDED` have a
-`google.rpc.RetryInfo`. Programs go by the reason, never by the text. An operation of a `Turns` stream that fails has
+`google.rpc.RetryInfo`. The trailer `kvplane-error-reason` has the reason alone, for [proxies](MESH.md). Programs go by
+the reason, never by the text. An operation of a `Turns` stream that fails has
 the same as a [TurnsError](#turnserror).
 
 What to do: `ABORTED`: read again and redo; `FAILED_PRECONDITION`: somebody must act; `UNAVAILABLE`: the same call

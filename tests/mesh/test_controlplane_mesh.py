@@ -13,8 +13,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2
 
 from kvplane.client import model as m
 from kvplane.client.client import ControlPlaneClient
@@ -130,6 +132,23 @@ async def test_grpcurl_reflects_and_asks_for_health(mesh: Mesh) -> None:
     assert code == 0
     assert refused != 0
     assert "access denied" in why
+
+
+async def test_grpc_web_as_from_a_browser(mesh: Mesh) -> None:
+    def context() -> ssl.SSLContext:
+        own, made = mesh.pair("ops"), ssl.create_default_context(cafile=mesh.authority.ca)
+        made.load_cert_chain(own.cert, own.key)
+        return made
+
+    headers = {"Content-Type": "application/grpc-web+proto"}
+    url = f"https://{mesh.envoy.address}/grpc.health.v1.Health/Check"
+    async with aiohttp.ClientSession() as http:
+        asked = http.post(url, data=bytes(5), headers=headers, ssl=await asyncio.to_thread(context))
+        async with asked as response:
+            data = await response.read()
+    serving = health_pb2.HealthCheckResponse(status="SERVING").SerializeToString()
+    assert data.startswith(bytes([0, 0, 0, 0, len(serving)]) + serving)
+    assert b"grpc-status:0" in data
 
 
 def _key(conversation: str) -> m.ConversationKey:
