@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import structlog
 from msgspec import Struct
 
-from kvplane.controlplane import eager, keys, records
+from kvplane.controlplane import eager, keys, lines, records
 from kvplane.controlplane import model as m
 from kvplane.controlplane.errors import ContentionError
 from kvplane.controlplane.fleet_time import FleetTime
@@ -104,6 +104,7 @@ class Ledger:
         self.mirror = mirror
         # A store at hand never waits, and needs no tasks; one elsewhere works with timeouts, which need them.
         self.start: eager.Start[Any] = eager.later if store.shared else eager.now
+        self._lines = lines.Lines()
         self._leases: dict[int, _SharedLease] = {}
         self._granting: dict[int, asyncio.Task[None]] = {}
 
@@ -162,26 +163,38 @@ class Ledger:
     async def decide(self, attempt: Callable[[], Decision[T]]) -> T:
         """Make a decision and commit it; make it anew as long as what it rests on had changed.
 
-        A write whose outcome is unknown is decided anew too, once: the decision finds its own work. Raises
-        what `attempt` raises, ContentionError, StoreError.
+        A write whose outcome is unknown is decided anew too, once: the decision finds its own work. Where
+        several here decide on the same record, they do so one after another. Raises what `attempt` raises,
+        ContentionError, StoreError.
         """
         self.mirror.require_fresh()
-        redone = False
-        for _ in range(ATTEMPTS):
-            made = attempt()
-            if not made.compares and not made.writes:
-                return made.answer
-            try:
-                if await self.commit(made.compares, made.writes):
-                    if made.ended is not None:
-                        self.tally.ending(made.ended)
+        redone, contested = False, None
+        try:
+            for number in range(ATTEMPTS):
+                made = attempt()
+                if contested is None and (number or self._lines):
+                    key = lines.contested(made.compares, made.writes)
+                    if key is not None and (number or key in self._lines):
+                        await self._lines.enter(key)
+                        contested = key
+                        self.mirror.require_fresh()
+                        made = attempt()
+                if not made.compares and not made.writes:
                     return made.answer
-                self.tally.attempts += 1
-            except StoreUnavailableError:
-                if redone:
-                    raise
-                redone = True
-        raise ContentionError
+                try:
+                    if await self.commit(made.compares, made.writes):
+                        if made.ended is not None:
+                            self.tally.ending(made.ended)
+                        return made.answer
+                    self.tally.attempts += 1
+                except StoreUnavailableError:
+                    if redone:
+                        raise
+                    redone = True
+            raise ContentionError
+        finally:
+            if contested is not None:
+                self._lines.leave(contested)
 
     async def commit(self, compares: Sequence[Compare], writes: Sequence[Write]) -> bool:
         """Write if all compares hold; else the mirror has learned why not, or a lease was gone: redo."""
