@@ -94,7 +94,11 @@ class EngineRegistry:
         known = self._ledger.mirror.get(item.key)
         if known is None or known.mod_revision != item.mod_revision:
             return Stored(item.key, understood(item, records.load_engine), item.mod_revision)
-        return self.find(keys.engine_id_of(item.key))
+        try:
+            engine_id = keys.engine_id_of(item.key)
+        except UnicodeDecodeError:  # of a record that nobody here has written
+            return Stored(item.key, understood(item, records.load_engine), item.mod_revision)
+        return self.find(engine_id)
 
     async def require(self, engine_id: str, engine_epoch: int, stream: int = 0) -> Required:
         """Return the live incarnation, asking the store itself before saying no.
