@@ -15,10 +15,10 @@ SMALL_MODEL := .cache/small-model
 SOURCES := protos store controlplane connector deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo audit test test-fast test-robustness lint generate venv vllm python clean distclean promtool
+.PHONY: help demo release-check upgrade-check audit test test-fast test-robustness lint generate venv vllm python clean distclean promtool
 
 help:
-	@echo "make demo | audit | test | test-fast (neither vLLM nor faults) | test-robustness | lint | generate | venv | vllm | clean | distclean"
+	@echo "make demo | audit | release-check | upgrade-check | test | test-fast (neither vLLM nor faults) | test-robustness | lint | generate | venv | vllm | clean | distclean"
 
 demo: venv vllm
 	@$(BIN)/python -m deploy.demo.demo $(DEMO_ARGS)
@@ -50,6 +50,14 @@ lint: venv
 # Exit code 3 of it: the source of advisories cannot be reached, so that nothing is known.
 audit: python
 	@$(PYTHON) deploy/audit.py
+
+# Exit code 4 of it: all is well, but some Pythons are not here.
+release-check: venv
+	@$(BIN)/python -m deploy.release.check
+
+# From the newest tag, or FROM=commit.
+upgrade-check: venv
+	@$(BIN)/python -m deploy.release.upgrade $(if $(FROM),--from $(FROM))
 
 generate: venv
 	$(BIN)/python protos/generate.py

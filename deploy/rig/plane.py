@@ -24,6 +24,16 @@ def _engines(prefill_urls: Sequence[str], decode_urls: Sequence[str]) -> list[st
     ]
 
 
+def is_serving(address: str) -> bool:
+    """Whether the health service at host:port says SERVING."""
+    with grpc.insecure_channel(address) as channel:
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=2.0)
+        except grpc.RpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
 class ControlPlane(RigProcess):
     """`kvplane serve` on loopback."""
 
@@ -39,14 +49,7 @@ class ControlPlane(RigProcess):
 
     def is_ready(self) -> bool:
         """Whether its health service says SERVING."""
-        with grpc.insecure_channel(self.address) as channel:
-            try:
-                answer = health_pb2_grpc.HealthStub(channel).Check(
-                    health_pb2.HealthCheckRequest(), timeout=2.0
-                )
-            except grpc.RpcError:
-                return False
-            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+        return is_serving(self.address)
 
 
 class Router(RigProcess):
