@@ -68,6 +68,8 @@ generate: venv
 	$(BIN)/python -m deploy.grafana.generate
 	$(BIN)/python -m deploy.alerts.generate
 	$(BIN)/python -m deploy.envoy.generate
+	cp deploy/alerts/kvplane.yml deploy/helm/kvplane/files/alerts.yml
+	cp deploy/grafana/kvplane.json deploy/helm/kvplane/files/dashboard.json
 
 promtool:
 	@deploy/alerts/get_promtool.sh .cache/promtool

@@ -206,6 +206,7 @@ def upgrade(fleet: Fleet) -> str:
         _same(before, fleet.retained(), "control plane 0 is old again")
         fleet.replica(0, fleet.newer)
         load.settle()
+        _same(before, fleet.retained(), "control plane 0 is new again")
     finally:
         load.stop()
     if load.failures:

@@ -9,11 +9,12 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import yaml
 from vllm import AsyncEngineArgs, envs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from deploy.engines.units import Start, starts
+from deploy.engines.units import HERE, Start, starts
 from kvplane.connector import compat
 from kvplane.connector.engine import turn_on_bidirectional
 from tests.vllm.runner import run
@@ -90,6 +91,26 @@ def check_variables_of_vllm_exist() -> None:
     for start in STARTS:
         for name in start.environment:
             assert not name.startswith("VLLM_") or name in envs.environment_variables, (str(start), name)
+
+
+def check_engines_in_kubernetes() -> None:
+    transfer = next(start.option("--kv-transfer-config") or "" for start in STARTS if start.layout == "1p1d")
+    files = sorted((HERE.parent / "helm" / "engines").glob("*.yaml"))
+    assert [file.stem for file in files] == ["decode", "prefill"]
+    for file in files:
+        pod = yaml.safe_load(file.read_text())["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        assert container["command"] == ["vllm", "serve"]
+        words = [word.replace("$(KV_TRANSFER_CONFIG)", transfer) for word in container["args"]]
+        made = parsed(tuple(words))
+        assert made.kv_transfer_config.kv_connector == "KVPlaneConnector"
+        assert made.shutdown_timeout == 600
+        assert made.enable_prompt_tokens_details is (file.stem == "decode")
+        for word in words[1:]:
+            assert word.partition("=")[0] in PARSER._option_string_actions, word
+        for variable in container["env"]:
+            name = variable["name"]
+            assert not name.startswith("VLLM_") or name in envs.environment_variables, name
 
 
 def check_wrong_lines_are_not_taken() -> None:

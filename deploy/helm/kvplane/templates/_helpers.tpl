@@ -1,0 +1,120 @@
+{{- define "kvplane.name" -}}
+{{- if contains "kvplane" .Release.Name }}{{ .Release.Name | trunc 40 | trimSuffix "-" }}{{ else }}{{ printf "%s-kvplane" .Release.Name | trunc 40 | trimSuffix "-" }}{{ end }}
+{{- end }}
+
+{{- define "kvplane.controlPlane" -}}{{ include "kvplane.name" . }}-control-plane{{- end }}
+{{- define "kvplane.router" -}}{{ include "kvplane.name" . }}-router{{- end }}
+
+{{- define "kvplane.selector" -}}
+app.kubernetes.io/name: kvplane
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end }}
+
+{{- define "kvplane.labels" -}}
+{{ include "kvplane.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
+{{- end }}
+
+{{- define "kvplane.image" -}}
+{{- if .Values.image.digest }}{{ .Values.image.repository }}@{{ .Values.image.digest }}
+{{- else }}{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}{{ end }}
+{{- end }}
+
+{{- define "kvplane.controlPlaneSecret" -}}{{ .Values.tls.controlPlaneSecret | default (printf "%s-tls" (include "kvplane.controlPlane" .)) }}{{- end }}
+{{- define "kvplane.routerSecret" -}}{{ .Values.tls.routerSecret | default (printf "%s-tls" (include "kvplane.router" .)) }}{{- end }}
+
+{{- /* Where callers find all control planes: a name that resolves to each of them. */}}
+{{- define "kvplane.planeName" -}}{{ include "kvplane.controlPlane" . }}-all.{{ .Release.Namespace }}.svc{{- end }}
+{{- define "kvplane.plane" -}}dns:///{{ include "kvplane.planeName" . }}:{{ .Values.controlPlane.port }}{{- end }}
+
+{{- define "kvplane.storeUrl" -}}
+{{- if eq .Values.controlPlane.store "memory" }}memory://
+{{- else -}}
+{{- $etcd := .Values.controlPlane.etcd -}}
+{{- $query := list -}}
+{{- if $etcd.tlsSecret }}{{ $query = append $query "ca=/etc/kvplane/etcd/ca.crt" }}{{ end -}}
+{{- if and $etcd.tlsSecret $etcd.clientCertificate }}{{ $query = concat $query (list "cert=/etc/kvplane/etcd/tls.crt" "key=/etc/kvplane/etcd/tls.key") }}{{ end -}}
+{{- if $etcd.user }}{{ $query = append $query (printf "password_file=/etc/kvplane/etcd-password/%s" $etcd.passwordSecret.key) }}{{ end -}}
+etcd://{{ if $etcd.user }}{{ $etcd.user }}@{{ end }}{{ join "," $etcd.endpoints }}{{ $etcd.prefix }}{{ if $query }}?{{ join "&" $query }}{{ end }}
+{{- end }}
+{{- end }}
+
+{{- /* What the schema cannot say, each with what to do. */}}
+{{- define "kvplane.check" -}}
+{{- $v := .Values -}}
+{{- if and (eq $v.tls.source "none") (not $v.trustedNetwork) }}{{ fail "\n\nkvplane: anyone who reaches the control plane could read and claim KV locations: set tls.source to secret or cert-manager (and controlPlane.access), or trustedNetwork: true where every pod of the network may" }}{{ end -}}
+{{- if and (ne $v.tls.source "none") (not (or $v.controlPlane.access.text $v.controlPlane.access.secret $v.tls.clientCertificates $v.trustedNetwork)) }}{{ fail "\n\nkvplane: with TLS alone anyone could still claim KV locations: give controlPlane.access, tls.clientCertificates: true, or trustedNetwork: true" }}{{ end -}}
+{{- if and (eq $v.tls.source "secret") (not $v.tls.controlPlaneSecret) }}{{ fail "\n\nkvplane: tls.source is secret: name it in tls.controlPlaneSecret (tls.crt, tls.key, ca.crt)" }}{{ end -}}
+{{- if and (eq $v.tls.source "cert-manager") (not $v.tls.issuer.name) }}{{ fail "\n\nkvplane: tls.source is cert-manager: name the issuer in tls.issuer.name" }}{{ end -}}
+{{- if and $v.tls.clientCertificates (eq $v.tls.source "none") }}{{ fail "\n\nkvplane: tls.clientCertificates needs tls.source" }}{{ end -}}
+{{- if and $v.router.enabled (eq $v.tls.source "secret") $v.tls.clientCertificates (not $v.tls.routerSecret) }}{{ fail "\n\nkvplane: tls.clientCertificates: the router needs one, too: name its secret in tls.routerSecret" }}{{ end -}}
+{{- if and $v.router.token.secret (eq $v.tls.source "none") }}{{ fail "\n\nkvplane: router.token would be shown in clear: set tls.source" }}{{ end -}}
+{{- if eq $v.controlPlane.store "memory" }}
+{{- if or (ne (int $v.controlPlane.replicas) 1) $v.controlPlane.autoscaling.enabled }}{{ fail "\n\nkvplane: controlPlane.store is memory, which no two replicas share: set controlPlane.replicas: 1 and no autoscaling, or use etcd" }}{{ end -}}
+{{- else if not $v.controlPlane.etcd.endpoints }}{{ fail "\n\nkvplane: controlPlane.etcd.endpoints is empty: name etcd's host:port, or set controlPlane.store: memory and controlPlane.replicas: 1" }}{{ end -}}
+{{- if and $v.controlPlane.etcd.user (not $v.controlPlane.etcd.passwordSecret.name) }}{{ fail "\n\nkvplane: controlPlane.etcd.user needs controlPlane.etcd.passwordSecret.name" }}{{ end -}}
+{{- if and $v.controlPlane.etcd.clientCertificate (not $v.controlPlane.etcd.tlsSecret) }}{{ fail "\n\nkvplane: controlPlane.etcd.clientCertificate needs controlPlane.etcd.tlsSecret" }}{{ end -}}
+{{- if and (eq $v.router.kind "DaemonSet") $v.router.autoscaling.enabled }}{{ fail "\n\nkvplane: router.kind is DaemonSet, which is not scaled: set router.autoscaling.enabled: false" }}{{ end -}}
+{{- if and $v.router.ingress.enabled (not $v.router.ingress.host) }}{{ fail "\n\nkvplane: router.ingress.host is empty" }}{{ end -}}
+{{- if and $v.router.gateway.enabled (not $v.router.gateway.name) }}{{ fail "\n\nkvplane: router.gateway.name is empty" }}{{ end -}}
+{{- range $part := list "controlPlane" "router" }}
+{{- range $name, $value := (index $v $part).options }}
+{{- if has $name (list "store" "grpc-host" "grpc-port" "grpc-tls-cert" "grpc-tls-key" "grpc-client-ca" "access" "host" "port" "plane" "plane-ca" "plane-cert" "plane-key" "plane-token-file" "tls-cert" "tls-key" "tenants" "tenant-limits" "workers" "metrics-host" "metrics-port" "drain-grace" "drain-timeout" "allow-remote" "log-format") }}{{ fail (printf "\n\nkvplane: %s.options: %s is set by the chart, from another value" $part $name) }}{{ end -}}
+{{- end }}{{ end -}}
+{{- end }}
+
+{{- define "kvplane.options" -}}
+{{- range $name, $value := . }}
+{{- if kindIs "bool" $value }}
+- --{{ if not $value }}no-{{ end }}{{ $name }}
+{{- else if kindIs "slice" $value }}
+{{- range $value }}
+- {{ printf "--%s=%v" $name . | quote }}
+{{- end }}
+{{- else if kindIs "float64" $value }}
+- {{ printf "--%s=%s" $name (toJson $value) | quote }}
+{{- else }}
+- {{ printf "--%s=%v" $name $value | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "kvplane.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 65532
+runAsGroup: 65532
+fsGroup: 65532
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "kvplane.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{- define "kvplane.spread" -}}
+{{- range $key := list "topology.kubernetes.io/zone" "kubernetes.io/hostname" }}
+- maxSkew: 1
+  topologyKey: {{ $key }}
+  whenUnsatisfiable: ScheduleAnyway
+  labelSelector:
+    matchLabels:
+      {{- include "kvplane.selector" $ | nindent 6 }}
+{{- end }}
+{{- end }}
+
+{{- define "kvplane.placement" -}}
+{{- with .nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,84 @@
+"""Values that cannot work: the chart says which, and what to do, instead of rendering them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import helm_python
+import pytest
+
+from tests.deploy.charts import render, values_of
+
+
+def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    out = dict(base)
+    for name, value in change.items():
+        out[name] = merged(out.get(name, {}), value) if isinstance(value, dict) else value
+    return out
+
+
+BY_SCHEMA: list[tuple[dict[str, Any], str]] = [
+    ({"router": {"kind": "StatefulSet"}}, "'Deployment', 'DaemonSet'"),
+    ({"router": {"replicas": "two"}}, "/router/replicas"),
+    ({"router": {"workers": 65}}, "maximum: got 65, want 64"),
+    ({"controlPlane": {"replica": 3}}, "additional properties 'replica' not allowed"),
+    ({"controlPlane": {"etcd": {"endpoints": ["http://etcd:2379"]}}}, "/controlPlane/etcd/endpoints/0"),
+    ({"image": {"digest": "sha256:1"}}, "/image/digest"),
+    ({"router": {"engines": {"prefill": ["vllm:8000"]}}}, "/router/engines/prefill/0"),
+    ({"tls": {"source": "yes"}}, "'none', 'secret', 'cert-manager'"),
+    ({"logLevel": "loud"}, "/logLevel"),
+]
+
+BY_CHECK: list[tuple[dict[str, Any], str]] = [
+    ({"trustedNetwork": False}, "set tls.source"),
+    (
+        {"trustedNetwork": False, "tls": {"source": "secret", "controlPlaneSecret": "s"}},
+        "controlPlane.access",
+    ),
+    ({"tls": {"source": "secret"}}, "name it in tls.controlPlaneSecret"),
+    ({"tls": {"source": "cert-manager"}}, "tls.issuer.name"),
+    ({"tls": {"clientCertificates": True}}, "needs tls.source"),
+    (
+        {"tls": {"source": "secret", "controlPlaneSecret": "s", "clientCertificates": True}},
+        "tls.routerSecret",
+    ),
+    ({"router": {"token": {"secret": "s"}}}, "router.token would be shown in clear"),
+    ({"controlPlane": {"store": "memory"}}, "set controlPlane.replicas: 1"),
+    ({"controlPlane": {"etcd": {"endpoints": []}}}, "controlPlane.etcd.endpoints is empty"),
+    ({"controlPlane": {"etcd": {"user": "u"}}}, "passwordSecret.name"),
+    ({"controlPlane": {"etcd": {"clientCertificate": True}}}, "needs controlPlane.etcd.tlsSecret"),
+    (
+        {"router": {"kind": "DaemonSet", "autoscaling": {"enabled": True}}},
+        "router.autoscaling.enabled: false",
+    ),
+    ({"router": {"ingress": {"enabled": True}}}, "router.ingress.host"),
+    ({"router": {"gateway": {"enabled": True}}}, "router.gateway.name"),
+    ({"router": {"options": {"port": 9}}}, "router.options: port is set by the chart"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), BY_SCHEMA, ids=[said for _, said in BY_SCHEMA])
+def test_what_the_schema_refuses(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(helm_python.HelmError) as refused:
+        render(merged(values_of("minimal"), change))
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(("change", "said"), BY_CHECK, ids=[said for _, said in BY_CHECK])
+def test_what_the_chart_refuses(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(helm_python.HelmError) as refused:
+        render(merged(values_of("minimal"), change))
+    assert "kvplane: " in str(refused.value)
+    assert said in str(refused.value)
+
+
+def test_without_values_it_asks_for_what_it_needs() -> None:
+    with pytest.raises(helm_python.HelmError, match="trustedNetwork: true"):
+        render({})
+
+
+def test_lint_finds_no_error() -> None:
+    from tests.deploy.charts import CHART
+
+    found = helm_python.lint(str(CHART))
+    assert found["errors"] == []
