@@ -27,6 +27,7 @@ from deploy.release.environments import (
     run,
     with_extras,
 )
+from deploy.release.image import try_image
 from deploy.release.smoke import smoke, without_extras
 from deploy.rig.process import RigError
 
@@ -142,7 +143,7 @@ def main() -> int:
             print(f"built {wheel.name} and {sdist.name}: contents, metadata and README are right", flush=True)
             if options.build_only:
                 return 0
-            missing = []
+            missing, newest = [], Path(sys.executable)
             for name, interpreter in interpreters().items():
                 if interpreter is None:
                     print(f"Python {name}: NOT TRIED, there is no python{name} here", flush=True)
@@ -150,6 +151,9 @@ def main() -> int:
                     continue
                 print(f"Python {name}:", flush=True)
                 try_out(wheel, sdist, interpreter, folder / name)
+                newest = interpreter
+            came = try_image(wheel, newest, folder / "image", version())
+            print(f"the Dockerfile's steps, without a container engine: {came}", flush=True)
     except (ReleaseError, RigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
