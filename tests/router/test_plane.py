@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from structlog.testing import capture_logs
 
+from kvplane.client.errors import ControlPlaneError
 from tests.fakes.plane import FakePlane
-from tests.router.rig import rig, until
+from tests.router.rig import chat, rig, until
 
 
 async def test_what_has_never_answered_may_be_something_else() -> None:
@@ -20,3 +24,20 @@ async def test_what_has_never_answered_may_be_something_else() -> None:
     hints = [line.get("hint") for line in logs if line["event"] == "control_plane_unavailable"]
     assert "gRPC port of kvplane serve" in str(hints[0])
     assert hints[1] is None
+
+
+async def test_a_crowd_for_one_conversation_is_no_plane_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def contended(*args: Any, **more: Any) -> Any:
+        raise ControlPlaneError("sixteen lost races in a row", reason="CONTENTION")
+
+    plane = FakePlane()
+    async with rig(plane=plane) as r:
+        with monkeypatch.context() as patched:
+            patched.setattr(plane, "begin_turn", contended)
+            replies = [await r.post(chat("hello")) for _ in range(10)]
+        assert {(reply.status, reply.reason) for reply in replies} == {(200, "plane_unavailable")}
+        # Others are served as ever.
+        assert (await r.post(chat("hello", conversation="c2"))).reason == "unknown_conversation"
+        counted = r.router.metrics.registry.get_sample_value
+        labels = {"call": "begin_turn", "outcome": "contended"}
+        assert counted("kvplane_router_plane_calls_total", labels) == 10

@@ -35,6 +35,7 @@ L = TypeVar("L")
 _FAILURES_TO_OPEN = 2
 _MIN_HOLD_S, _MAX_HOLD_S = 0.5, 10.0
 _QUOTA_EXCEEDED = "QUOTA_EXCEEDED"
+_CONTENTION = "CONTENTION"
 _NEVER_ANSWERED = (
     "it has not answered yet: --plane takes the gRPC port of kvplane serve, no HTTP server's; where that has"
     " TLS, --plane-ca, --plane-cert and --plane-key, and a name of its certificate (--plane-server-name)"
@@ -232,9 +233,7 @@ class Plane:
             with Within(call):
                 answer = await ask()
         except (InvalidFieldError, LimitExceededError) as error:
-            if (
-                error.reason == _QUOTA_EXCEEDED
-            ):  # the tenant's doing, as often as it likes: counted, not logged
+            if error.reason == _QUOTA_EXCEEDED:  # the tenant's doing: counted, not logged
                 self._metrics.plane_calls.labels(call, "quota").inc()
                 return limited
             log.warning("control_plane_refused", call=call, problem=str(error), reason=error.reason)
@@ -247,6 +246,9 @@ class Plane:
                 log.error("control_plane_denied", call=call, problem=str(error), reason=error.reason)
             return None
         except ControlPlaneError as error:
+            if error.reason == _CONTENTION:  # it is there: many turns of one conversation come at once
+                self._metrics.plane_calls.labels(call, "contended").inc()
+                return None
             self._metrics.plane_calls.labels(call, "unavailable").inc()
             self._note_failure(str(error))
             return None
