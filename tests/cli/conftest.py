@@ -1,10 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 import structlog
+
+from tests.cli.fleet import Fleet, fleet
 
 
 @pytest.fixture(autouse=True)
@@ -18,3 +20,9 @@ def _commands_leave_the_logs_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[
     monkeypatch.setattr(structlog, "configure", forgetful)
     yield
     configure(**before)
+
+
+@pytest.fixture
+async def f() -> AsyncIterator[Fleet]:
+    async with fleet() as made:
+        yield made

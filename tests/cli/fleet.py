@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -169,3 +169,29 @@ async def fleet() -> AsyncIterator[Fleet]:
     structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
     async with AsyncExitStack() as stack:
         yield Fleet(stack)
+
+
+async def healthy(f: Fleet, **settings: Any) -> None:
+    """Start what is right, for a test to add what is wrong."""
+    await f.plane(**settings)
+    await f.engine("p", "prefill")
+    await f.engine("d", "decode")
+
+
+def says(found: dict[str, Finding], code: str, fix: str, *evidence: str) -> None:
+    """Check that a finding is there, with its fix and what was seen."""
+    assert code in found, found
+    assert fix in found[code].fix
+    assert found[code].what
+    for part in evidence:
+        assert part in f"{found[code].what} {found[code].evidence}"
+
+
+async def comes_true(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Wait for what other tasks bring about."""
+    async with asyncio.timeout(10):
+        while not await condition():  # noqa: ASYNC110 - it has to be asked for
+            await asyncio.sleep(0.01)
+
+
+# A healthy fleet
