@@ -90,6 +90,16 @@ def chat(port: int, messages: Sequence[Mapping[str, str]], conversation: str) ->
         raise ReleaseError(f"a request failed: {error}") from error
 
 
+def end(port: int, conversation: str) -> None:
+    """End a conversation: what engines keep of it is freed. Raises ReleaseError."""
+    url = f"http://{LOCALHOST}:{port}/v1/conversations/{conversation}"
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method="DELETE"), timeout=30):
+            pass
+    except OSError as error:
+        raise ReleaseError(f"a conversation could not be ended: {error}") from error
+
+
 def smoke(programs: Path, folder: Path, version: str) -> str:
     """Try an installed kvplane[router]: its command, and two turns of a conversation.
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deploy.release.environments import ROOT, ReleaseError, environment, run, with_extras
-from deploy.release.smoke import Program, Serving, chat, fake_engine, router
+from deploy.release.smoke import Program, Serving, chat, end, fake_engine, router
 from deploy.rig.etcd import EtcdServer
 from deploy.rig.process import LOCALHOST, RigError, free_ports
 
@@ -98,16 +98,22 @@ class Load:
         while not self._stop.is_set():
             talk += 1
             history = [{"role": "user", "content": f"load {number} {talk} " * 30}]
-            for _ in range(5):
-                try:
-                    reply, path = chat(self.port, history, f"load-{number}-{talk}")
-                except ReleaseError as error:
-                    self.failures.append(str(error))
-                    return
-                self.turns += 1
-                self.reused += path != "cold"
-                history += [{"role": "assistant", "content": reply}, {"role": "user", "content": "go on"}]
-                self._stop.wait(0.05)
+            name = f"load-{number}-{talk}"
+            try:
+                for _ in range(5):
+                    reply, path = chat(self.port, history, name)
+                    self.turns += 1
+                    self.reused += path != "cold"
+                    history += [
+                        {"role": "assistant", "content": reply},
+                        {"role": "user", "content": "go on"},
+                    ]
+                    self._stop.wait(0.05)
+                # Else the engine, which has few blocks, would give up the conversations that are to last.
+                end(self.port, name)
+            except ReleaseError as error:
+                self.failures.append(str(error))
+                return
 
 
 class Fleet:
