@@ -25,6 +25,9 @@ from deploy.rig.process import LOCALHOST, RigError, free_ports
 
 QUIET = 40
 """Conversations that are retained before the upgrade, and go on after it."""
+PAUSE_S = 0.3
+"""Between turns under load: faster, they would fill the fake engine's 4,096 blocks within the upgrade, and it
+would rightly give up what is oldest, which is what has to last."""
 
 
 def older_tree(ref: str, folder: Path) -> Path:
@@ -97,7 +100,7 @@ class Load:
         talk = 0
         while not self._stop.is_set():
             talk += 1
-            history = [{"role": "user", "content": f"load {number} {talk} " * 30}]
+            history = [{"role": "user", "content": f"load {number} {talk} " * 12}]
             name = f"load-{number}-{talk}"
             try:
                 for _ in range(5):
@@ -108,8 +111,7 @@ class Load:
                         {"role": "assistant", "content": reply},
                         {"role": "user", "content": "go on"},
                     ]
-                    self._stop.wait(0.05)
-                # Else the engine, which has few blocks, would give up the conversations that are to last.
+                    self._stop.wait(PAUSE_S)
                 end(self.port, name)
             except ReleaseError as error:
                 self.failures.append(str(error))
