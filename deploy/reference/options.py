@@ -20,6 +20,7 @@ TARGET = Path(__file__).resolve().parents[1] / "OPTIONS.md"
 VARIABLES = {
     "KVPLANE_CONFIG": "the file that `--config` names",
     "KVPLANE_ADDRESS": "of engines: `kvplane_address` ([CONNECTOR.md](CONNECTOR.md#options))",
+    "KVPLANE_ENDPOINT": "of engines: `kvplane_endpoint`",
     "KVPLANE_ROUTER": "of commands for people: `--router`",
     "KVPLANE_HTTP_CA": "of commands for people: `--http-ca`",
     "KVPLANE_VLLM_VENV": "of `make` and the rig: where vLLM is, or is to be installed",

@@ -46,6 +46,15 @@ def test_the_environment_stands_in_for_the_address() -> None:
     assert read_config(ADDRESS, {"KVPLANE_ADDRESS": "a:1"}).address == "10.0.0.5:50051"
 
 
+def test_the_environment_stands_in_for_the_endpoint() -> None:
+    variables = {"KVPLANE_ENDPOINT": "http://10.0.0.7:8000/"}
+    assert read_config(ADDRESS, variables).endpoint == "http://10.0.0.7:8000"
+    given = ADDRESS | {"kvplane_endpoint": "http://a:1"}
+    assert read_config(given, variables).endpoint == "http://a:1"
+    with pytest.raises(ConfigError, match="kvplane_endpoint: ':8000' is not an HTTP base URL"):
+        read_config(ADDRESS, {"KVPLANE_ENDPOINT": ":8000"})
+
+
 @pytest.mark.parametrize("address", ["localhost:1", "[::1]:50051", "dns:///plane:50051", "unix:/run/plane"])
 def test_addresses(address: str) -> None:
     assert read_config({"kvplane_address": address}, {}).address == address

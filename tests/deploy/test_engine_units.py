@@ -83,6 +83,20 @@ def test_it_has_time_to_end(start: Start) -> None:
     assert start.settings["KillMode"] == "mixed"
 
 
+@each
+def test_it_can_write_its_caches(start: Start) -> None:
+    """Homes are out of reach, and all else is read-only: what vLLM and its compilers write goes to the state's folder."""
+    assert start.settings["ProtectSystem"] == "strict"
+    assert start.settings["ProtectHome"] == "yes"
+    assert start.environment["HOME"] == f"/var/lib/{start.settings['StateDirectory']}"
+
+
+@each
+def test_it_comes_back_however_it_ended(start: Start) -> None:
+    """vLLM's server ends with exit code 0 when its engine's process dies, which on-failure takes for success."""
+    assert start.settings["Restart"] == "always"
+
+
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_engines_of_a_layout_go_together(layout: str) -> None:
     engines = [start for start in STARTS if start.layout == layout and not is_worker(start)]

@@ -16,6 +16,8 @@ from kvplane.client.files import FileError
 PREFIX = "kvplane_"
 ADDRESS_VARIABLE = "KVPLANE_ADDRESS"
 """Environment variable that stands in for `kvplane_address`."""
+ENDPOINT_VARIABLE = "KVPLANE_ENDPOINT"
+"""The same for `kvplane_endpoint`, which in a pod is not known before the pod has its address."""
 
 _ADAPTIVE = "adaptive"
 _MAX_TTL_S, _MIN_TTL_S, _MAX_AGE_S = 480.0, 20.0, 3600.0
@@ -122,7 +124,7 @@ def read_config(
     ttl_s, max_ttl_s, min_ttl_s, max_age_s = _leases(given, extra or {})
     config = ConnectorConfig(
         address=_address(address.strip()),
-        endpoint=_endpoint(_text(given, "kvplane_endpoint")),
+        endpoint=_endpoint(_text(given, "kvplane_endpoint") or variables.get(ENDPOINT_VARIABLE, "")),
         chunk_tokens=_chunk_tokens(given.get("kvplane_chunk_tokens", 64)),
         retain_fraction=_share(given, "kvplane_retain_fraction", 0.5),
         free_block_floor=_share(given, "kvplane_free_block_floor", 0.1),

@@ -32,6 +32,7 @@ ENV_OF_OTHERS = frozenset(
     {
         "KVPLANE_ADDRESS",
         "KVPLANE_CONFIG",
+        "KVPLANE_ENDPOINT",
         "KVPLANE_ETCD",
         "KVPLANE_HTTP_CA",
         "KVPLANE_ROUTER",
