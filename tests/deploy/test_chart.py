@@ -257,6 +257,16 @@ def test_the_engines_beside_the_chart_go_with_it(role: str, everything: Rendered
     assert reference["key"] == role
     host = variables["VLLM_NIXL_SIDE_CHANNEL_HOST"]["valueFrom"]["fieldRef"]
     assert host == {"fieldPath": "status.podIP"}
+    names = [one["name"] for one in container["env"]]
+    endpoint = variables["KVPLANE_ENDPOINT"]["value"]
+    # Kubernetes fills in what stands before it in the list.
+    assert names.index("VLLM_NIXL_SIDE_CHANNEL_HOST") < names.index("KVPLANE_ENDPOINT")
+    filled = endpoint.replace("$(VLLM_NIXL_SIDE_CHANNEL_HOST)", "10.0.0.7")
+    transfer = json.loads(everything.one("ConfigMap", reference["name"])["data"][role])
+    with patch("kvplane.connector.config.open_credentials"):
+        made = read_config(transfer["kv_connector_extra_config"], {"KVPLANE_ENDPOINT": filled})
+    (port,) = (one["containerPort"] for one in container["ports"] if one["name"] == "http")
+    assert made.endpoint == f"http://10.0.0.7:{port}"
     wanted = dict(
         part.split("=")
         for part in values_of("everything")["router"]["engines"]["kubernetes"][role].split(",")

@@ -85,7 +85,7 @@ def test_it_has_time_to_end(start: Start) -> None:
 
 @each
 def test_it_can_write_its_caches(start: Start) -> None:
-    """Homes are out of reach, and all else is read-only: what vLLM and its compilers write goes to the state's folder."""
+    """Homes are out of reach, all else is read-only: vLLM and its compilers write to the state's folder."""
     assert start.settings["ProtectSystem"] == "strict"
     assert start.settings["ProtectHome"] == "yes"
     assert start.environment["HOME"] == f"/var/lib/{start.settings['StateDirectory']}"
@@ -93,7 +93,7 @@ def test_it_can_write_its_caches(start: Start) -> None:
 
 @each
 def test_it_comes_back_however_it_ended(start: Start) -> None:
-    """vLLM's server ends with exit code 0 when its engine's process dies, which on-failure takes for success."""
+    """vLLM's server ends with exit code 0 when its engine's process dies: on-failure takes it for success."""
     assert start.settings["Restart"] == "always"
 
 

@@ -9,6 +9,7 @@ import asyncio
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,15 @@ def test_hadolint_finds_nothing() -> None:
     hadolint = Path(sys.executable).parent / "hadolint"
     done = subprocess.run([hadolint, DOCKERFILE], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_an_image_of_engines_is_built_from_sources_alone() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    sources = project["tool"]["hatch"]["build"]["targets"]["wheel"]["sources"]
+    named = {"pyproject.toml", project["project"]["readme"], "LICENSE", *sources}
+    assert [line for line in lines if not line.startswith(("#", "!"))] == ["*", "**/__pycache__"]
+    assert {line.removeprefix("!") for line in lines if line.startswith("!")} == named
 
 
 def test_hadolint_would_find_something(tmp_path: Path) -> None:

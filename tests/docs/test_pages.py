@@ -27,7 +27,8 @@ OTHERS = {
     "vLLM": "--kv-transfer-config --enable-prompt-tokens-details --block-size --api-key --shutdown-timeout"
     " --disable-log-stats --no-enable-prefix-caching --served-model-name"
     " --otlp-traces-endpoint",
-    "Docker": "--sbom",
+    "Docker": "--sbom --use --driver",
+    "Helm": "--set",
     "etcd, etcdctl": "--auto-compaction-mode --auto-compaction-retention --quota-backend-bytes"
     " --max-request-bytes --max-txn-ops --physical --cluster --prefix --unsafe-no-fsync",
 }

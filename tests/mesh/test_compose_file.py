@@ -44,6 +44,8 @@ def test_the_engines_settings_are_read_by_the_connector() -> None:
         own = service["networks"]["default"]["ipv4_address"]
         assert service["environment"]["VLLM_NIXL_SIDE_CHANNEL_HOST"] == own
         command = service["command"]
+        # vllm serve takes the model as its first word, and is to take it no longer as an option.
+        assert (service["entrypoint"], command[0]) == (["vllm", "serve"], "Qwen/Qwen3-0.6B")
         config = json.loads(command[command.index("--kv-transfer-config") + 1])
         assert config["kv_role"] == role
         assert _read(config).endpoint == f"http://{own}:8000"

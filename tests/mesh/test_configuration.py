@@ -81,7 +81,7 @@ def test_who_has_only_a_token_is_refused(tmp_path: Path) -> None:
 
 
 def test_https_for_clients_as_the_page_has_it(tmp_path: Path) -> None:
-    """Envoy itself takes the routers' configuration with the page's lines in it, and follows the certificate."""
+    """Envoy itself takes the routers' configuration with the page's lines in it; it follows the file."""
     page = (generate.FOLDER.parent / "MESH.md").read_text()
     (snippet,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     authority = Authority(tmp_path)
