@@ -44,7 +44,10 @@ def test_defaults_are_as_told(key: str) -> None:
     value = getattr(read(), key.removeprefix(PREFIX))
     told = ROWS[key][1]
     if key == "kvplane_endpoint":
-        assert read_config({}, {"KVPLANE_ADDRESS": "a:1", told.strip("`"): "http://b:1"}).endpoint == "http://b:1"
+        assert (
+            read_config({}, {"KVPLANE_ADDRESS": "a:1", told.strip("`"): "http://b:1"}).endpoint
+            == "http://b:1"
+        )
     elif value in ("", {}):
         assert told == "none"
     elif value is None:
