@@ -246,7 +246,8 @@ def test_engines_get_what_the_connector_takes(rendered: Rendered) -> None:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_the_engines_beside_the_chart_go_with_it(role: str, everything: Rendered) -> None:
-    deployment = yaml.safe_load((ROOT / "deploy" / "helm" / "engines" / f"{role}.yaml").read_text())
+    path = ROOT / "deploy" / "helm" / "engines" / f"{role}.yaml"
+    deployment = yaml.safe_load(path.read_text())
     for version in KUBERNETES:
         kubernetes_validate.validate(deployment, version, strict=True)
     pod = deployment["spec"]["template"]
@@ -257,21 +258,22 @@ def test_the_engines_beside_the_chart_go_with_it(role: str, everything: Rendered
     assert reference["key"] == role
     host = variables["VLLM_NIXL_SIDE_CHANNEL_HOST"]["valueFrom"]["fieldRef"]
     assert host == {"fieldPath": "status.podIP"}
-    names = [one["name"] for one in container["env"]]
-    endpoint = variables["KVPLANE_ENDPOINT"]["value"]
+    taken_in = yaml.safe_load(path.read_text().replace("# - {name: KVPLANE", "- {name: KVPLANE"))
+    (with_endpoint,) = taken_in["spec"]["template"]["spec"]["containers"]
     # Kubernetes fills in what stands before it in the list.
-    assert names.index("VLLM_NIXL_SIDE_CHANNEL_HOST") < names.index("KVPLANE_ENDPOINT")
-    filled = endpoint.replace("$(VLLM_NIXL_SIDE_CHANNEL_HOST)", "10.0.0.7")
+    before, last = with_endpoint["env"][:-1], with_endpoint["env"][-1]
+    assert (before, last["name"]) == (container["env"], "KVPLANE_ENDPOINT")
+    filled = last["value"].replace("$(VLLM_NIXL_SIDE_CHANNEL_HOST)", "10.0.0.7")
     transfer = json.loads(everything.one("ConfigMap", reference["name"])["data"][role])
     with patch("kvplane.connector.config.open_credentials"):
         made = read_config(transfer["kv_connector_extra_config"], {"KVPLANE_ENDPOINT": filled})
     (port,) = (one["containerPort"] for one in container["ports"] if one["name"] == "http")
     assert made.endpoint == f"http://10.0.0.7:{port}"
-    wanted = dict(
-        part.split("=")
-        for part in values_of("everything")["router"]["engines"]["kubernetes"][role].split(",")
-    )
-    assert wanted.items() <= pod["metadata"]["labels"].items()
+    for case in ("minimal", "etcd-tls", "everything"):
+        found_by = values_of(case)["router"]["engines"]["kubernetes"]
+        wanted = dict(part.split("=") for part in found_by[role].split(","))
+        assert wanted.items() <= pod["metadata"]["labels"].items()
+        assert found_by["port"] in {text for one in container["ports"] for text in map(str, one.values())}
     given = dict(word.split("=", 1) for word in container["args"] if "=" in word)
     pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pod["spec"]["terminationGracePeriodSeconds"] > int(given["--shutdown-timeout"]) + pause
