@@ -59,15 +59,16 @@ class Health:
         "_old_bad",
         "_old_good",
         "_open_until",
-        "_opened",
         "_row",
         "_trial_until",
         "_window_at",
+        "opened",
     )
 
     def __init__(self) -> None:
         self._row = 0
-        self._opened = False
+        self.opened = False
+        """Whether it gets no requests, or one at a time: its circuit is not closed."""
         self._open_until = 0.0
         self._trial_until = 0.0
         self._ejections = 0
@@ -77,7 +78,7 @@ class Health:
 
     def circuit(self, now: float) -> Circuit:
         """Return whether it gets requests."""
-        if not self._opened:
+        if not self.opened:
             return Circuit.CLOSED
         return Circuit.OPEN if now < self._open_until else Circuit.HALF_OPEN
 
@@ -90,7 +91,7 @@ class Health:
 
         The time is for trials that end without a verdict, as when their client goes away.
         """
-        if self._opened and now >= self._open_until:
+        if self.opened and now >= self._open_until:
             self._trial_until = now + limits.ejection_s
 
     def untold(self) -> None:
@@ -110,7 +111,7 @@ class Health:
     def came_back(self, now: float) -> None:
         """Note that it answers again after it did not: whatever failed before is over, slow start begins."""
         self._row = 0
-        self._opened = False
+        self.opened = False
         self._back_at = now
 
     def share(self, now: float, limits: HealthLimits) -> tuple[int, int]:
@@ -141,7 +142,7 @@ class Health:
         self._turn_window(now, limits)
         self._bad += 1
         self._row += 1
-        if self._opened:
+        if self.opened:
             if now < self._open_until:
                 return ""
             why = "trial_failed"
@@ -149,9 +150,9 @@ class Health:
             why = self._outlies(now, limits, pools)
         if not why:
             return ""
-        if not self._opened and not all(_can_do_without(now, others) for others in pools):
+        if not self.opened and not all(_can_do_without(now, others) for others in pools):
             return ""
-        self._opened = True
+        self.opened = True
         self._open_until = now + min(
             limits.max_ejection_s, limits.ejection_s * 2.0 ** min(self._ejections, 16)
         )

@@ -296,18 +296,20 @@ class EnginePool:
         after all that have one. `prefer` wins while its load is at most two requests above the best.
         `cost` says what counts instead of the load; `draw_too` is among those drawn.
         """
-        left = [e for e in engines if e not in exclude]
+        # There may be hundreds: what is done for each is little.
+        left = [e for e in engines if e not in exclude] if exclude else engines
         up = [e for e in left if e.up]
         now = self._monotonic()
-        candidates = up
-        if any(e.health.circuit(now) is not Circuit.CLOSED for e in up):
+        candidates: Sequence[Engine] = up
+        if any(e.health.opened for e in up):
             # One that has no place would have the request wait for it, whoever else is idle.
             due = next((e for e in up if e.health.trial_due(now) and self._has_place(e)), None)
             if due is not None:
                 return self._took(due, now)
             candidates = [e for e in up if e.health.circuit(now) is Circuit.CLOSED]
         candidates = candidates or up or left
-        candidates = [e for e in candidates if self._has_place(e)] or candidates
+        if self._most:
+            candidates = [e for e in candidates if e.outstanding < self._most] or candidates
         if not candidates:
             return None
         drawn = candidates
@@ -319,7 +321,11 @@ class EnginePool:
             limits = self._limits
             key = [(cost(e) / e.health.weight(now, limits), e.outstanding, e.chosen_at) for e in drawn]
             return self._took(drawn[key.index(min(key))], now)
-        best = min(drawn, key=lambda e: (self._load(e, now), e.chosen_at))
+        loads = [self._load(e, now) for e in drawn]
+        least = min(loads)
+        best = min(
+            [e for e, load in zip(drawn, loads, strict=True) if load == least], key=lambda e: e.chosen_at
+        )
         if (
             prefer is not None
             and prefer in candidates
