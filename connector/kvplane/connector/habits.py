@@ -122,11 +122,12 @@ class Habits:
             factor = (
                 max(0.0, sum(node.back) + _SURE) / max(_SURE, expected + _SURE) if trust == _BORROWED else 1.0
             )
-            chances = [
+            weight, before, chances = trust * factor, chances, []
+            for chance, back, risk in zip(before, node.back, node.at_risk, strict=True):
                 # Counts that were taken back elsewhere can be out by a turn or two for a moment.
-                min(1.0, max(0.0, (back + trust * factor * chance) / (max(0.0, risk, back) + trust)))
-                for chance, back, risk in zip(chances, node.back, node.at_risk, strict=True)
-            ]
+                at_risk = risk if risk > back else back
+                mine = (back + weight * chance) / ((at_risk if at_risk > 0.0 else 0.0) + trust)
+                chances.append(0.0 if mine < 0.0 else 1.0 if mine > 1.0 else mine)
             trust = _BORROWED
         return chances
 

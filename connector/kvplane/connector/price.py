@@ -34,7 +34,7 @@ class Curve:
         min_ttl_s: shortest lease.
     """
 
-    __slots__ = ("_edges", "_points", "_rates", "_slopes", "_ttls", "brought", "held")
+    __slots__ = ("_edges", "_points", "_rates", "_slopes", "_ttls", "brought", "leases")
 
     def __init__(self, edges: Sequence[float], chances: Sequence[float], min_ttl_s: float) -> None:
         self._edges = edges
@@ -60,6 +60,8 @@ class Curve:
         corners = [bisect_left(self._slopes, -price) for price in PRICES]
         self.brought = [shares[hull[corner]] for corner in corners]
         """For each of PRICES, the share of conversations back within the lease."""
+        self.leases = [self._ttls[corner] for corner in corners]
+        """For each of PRICES, the best lease."""
 
     @property
     def most(self) -> float:
@@ -92,10 +94,16 @@ def _slope(shares: Sequence[float], seconds: Sequence[float], a: int, b: int) ->
 def _best_rates(shares: Sequence[float], seconds: Sequence[float]) -> list[float]:
     """Return for the beginning of each stretch the best quotient of what comes after."""
     last = len(shares) - 1
-    return [
-        max(_slope(shares, seconds, index, end) for end in range(index + 1, last + 1))
-        for index in range(last)
-    ]
+    rates, hull = [0.0] * last, [last]
+    # From the end: what is best from a place on leads to a corner of the hull over what comes after.
+    for index in range(last - 1, -1, -1):
+        best = _slope(shares, seconds, index, hull[-1])
+        while len(hull) > 1 and best <= (next_best := _slope(shares, seconds, index, hull[-2])):
+            hull.pop()
+            best = next_best
+        rates[index] = best
+        hull.append(index)
+    return rates
 
 
 class Savings:
@@ -132,8 +140,8 @@ class Savings:
         self._seen_most = self._seen_most * keep + tokens
         # A higher price gives a shorter lease: reached up to some price, and by none above.
         self._seen = [
-            old * keep + (tokens if curve.ttl_s(price) >= idle_s else 0.0)
-            for old, price in zip(self._seen, PRICES, strict=True)
+            old * keep + (tokens if ttl_s >= idle_s else 0.0)
+            for old, ttl_s in zip(self._seen, curve.leases, strict=True)
         ]
 
     def highest(self, share: float) -> float:
