@@ -9,6 +9,7 @@ from kvplane.bench.fleet.simulation import Simulation
 from kvplane.client import model as c
 from kvplane.client.errors import ControlPlaneUnavailableError, NotOwnerError
 from kvplane.controlplane import model as m
+from kvplane.controlplane.engines import LiveEngine
 from kvplane.controlplane.errors import NotClaimOwnerError
 from kvplane.store.errors import StoreError
 
@@ -120,33 +121,39 @@ class PlaneClient:
         found, after = list[c.Engine](), b""
         while True:
             page, after = await self._planes.measured("list_engines", registry.list(after=after, limit=_PAGE))
-            for live in page:
-                spec, load = live.engine.spec, live.load
-                found.append(
-                    c.Engine(
-                        c.EngineSpec(
-                            c.EngineId(spec.engine_id),
-                            c.EngineRole[spec.role.name],
-                            endpoint=spec.endpoint,
-                            total_blocks=spec.total_blocks,
-                            served_models=spec.served_models,
-                        ),
-                        live.engine.engine_epoch,
-                        live.engine.draining,
-                        live.attached,
-                        None
-                        if load is None
-                        else c.EngineLoad(
-                            load.running_requests,
-                            load.waiting_requests,
-                            load.free_blocks,
-                            load.retained_blocks,
-                            load.retained_conversations,
-                        ),
-                    )
-                )
+            found += [self._engine(live) for live in page]
             if not after:
                 return found
+
+    def _engine(self, live: LiveEngine) -> c.Engine:
+        """Return an engine's value, the same as before if nothing has changed: there are many of them."""
+        engine_id = live.engine.spec.engine_id
+        known = self._planes.engines.get(engine_id)
+        if known is None or known[0] is not live.engine or known[1] != live.load:
+            spec, load = live.engine.spec, live.load
+            value = c.Engine(
+                c.EngineSpec(
+                    c.EngineId(engine_id),
+                    c.EngineRole[spec.role.name],
+                    endpoint=spec.endpoint,
+                    total_blocks=spec.total_blocks,
+                    served_models=spec.served_models,
+                ),
+                live.engine.engine_epoch,
+                live.engine.draining,
+                live.attached,
+                None
+                if load is None
+                else c.EngineLoad(
+                    load.running_requests,
+                    load.waiting_requests,
+                    load.free_blocks,
+                    load.retained_blocks,
+                    load.retained_conversations,
+                ),
+            )
+            known = self._planes.engines[engine_id] = live.engine, load, value
+        return known[2]
 
     def _location(self, found: m.Found) -> c.Location:
         of = found.location

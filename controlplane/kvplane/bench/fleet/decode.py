@@ -22,6 +22,10 @@ MAX_STREAMS = 256
 """Requests that run at once: vLLM's max_num_seqs."""
 
 
+_LOOK_S = 1.5
+"""After a step without another the connector looks after what is retained."""
+
+
 class LoadFailedError(Exception):
     """The KV of the prefill engine could not be read: the request fails."""
 
@@ -81,6 +85,7 @@ class DecodeEngine(SimulatedEngine):
         self._held: dict[str, list[int]] = {}
         self._deadlines: dict[str, float] = {}
         self._step_due = False
+        self._next_look = 0.0
         self._is_idle = False
         """Whether it was idle when it was last looked at: then there is nothing new."""
         self.generated_tokens = 0
@@ -262,7 +267,8 @@ class DecodeEngine(SimulatedEngine):
         now = self.world.simulation.clock.monotonic()
         for request_id in [name for name, deadline in self._deadlines.items() if deadline <= now]:
             self._let_go(request_id)  # the worker does so by itself
-        self._take_step()
+        if now >= self._next_look:
+            self._take_step()
         self.keeper.report_load(running=self._running, waiting=len(self._queue), free_blocks=self.pool.free)
 
     def _step(self) -> None:
@@ -277,6 +283,7 @@ class DecodeEngine(SimulatedEngine):
 
     def _take_step(self) -> None:
         """What the scheduler does in a step: let in who fits, have the connector look after what is kept."""
+        self._next_look = self.world.simulation.clock.monotonic() + _LOOK_S
         self._admit()
         first = self._queue[0] if self._queue else None
         wanted = self.pool.missing(first.found, first.wanted) if first is not None else 0

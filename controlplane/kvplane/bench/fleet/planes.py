@@ -192,6 +192,8 @@ class Planes:
         """Of the operations, those whose CPU time was measured: those that did not have to wait."""
         self.listed: tuple[float, list[c.Engine]] = (float("-inf"), [])
         """The registry as it was last asked for, and when."""
+        self.engines: dict[str, tuple[m.Engine, m.EngineLoad | None, c.Engine]] = {}
+        """By id: an engine as it was last listed, and as a client has it."""
         self._retired: deque[CountingStore] = deque()
 
     async def start(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def check() -> None:
 def draw(path: Path, shown: Outcome, title: str, marks: Sequence[tuple[float, str]] = ()) -> None:
     """Draw a run over time; `marks` are moments (in seconds) with a word each. Raises OSError."""
     plt = _pyplot()
-    samples = [sample for sample in shown.samples if sample.turns] or list(shown.samples)
+    samples = _while_busy(shown.samples)
     panels: tuple[tuple[str, bool, tuple[Curve, ...]], ...] = (
         (
             "follow-up turns that hit; requests that failed",
@@ -71,6 +72,8 @@ def draw(path: Path, shown: Outcome, title: str, marks: Sequence[tuple[float, st
         for name, color, height in curves:
             axes.plot(minutes, [height(sample) for sample in samples], color=color, linewidth=1.2, label=name)
         _dress(axes, heading, is_share=is_share)
+        if heading.endswith("seconds"):
+            axes.set_yscale("log")
         for at_s, word in marks:
             axes.axvline(at_s / 60, color=_GREY, linewidth=0.7, linestyle="--")
             axes.annotate(
@@ -135,6 +138,8 @@ def compare(path: Path, files: Sequence[Path], x: str) -> None:
             if points:
                 axes.plot(*zip(*points, strict=True), color=color, marker="o", markersize=4, label=name)
         _dress(axes, heading, is_share=is_share)
+        if heading.endswith("seconds"):
+            axes.set_yscale("log")
         if runs[-1][0] > 20 * max(runs[0][0], 1e-9):
             axes.set_xscale("log")
         axes.set_xlabel(x)
@@ -161,10 +166,18 @@ def _follow_ups(lines: Sequence[dict[str, Any]] | None) -> list[float]:
     return [float("nan")] * 3
 
 
+def _while_busy(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples up to where hardly any turns are left: a few slow conversations go on for long."""
+    usual = statistics.median([sample.turns for sample in samples if sample.turns] or [0])
+    last = max((place for place, sample in enumerate(samples) if sample.turns >= usual / 2), default=0)
+    return [sample for sample in samples[: last + 1] if sample.turns] or list(samples)
+
+
 def _pyplot() -> Any:
     import matplotlib as mpl
 
     mpl.use("Agg")  # files only, no display
+    mpl.rcParams["svg.fonttype"] = "none"  # text stays text
     mpl.rcParams["svg.hashsalt"] = "kvplane"  # the same figures make the same file
     import matplotlib.pyplot as plt
 
@@ -174,7 +187,8 @@ def _pyplot() -> Any:
 def _dress(axes: Any, heading: str, *, is_share: bool) -> None:
     axes.set_title(heading, fontsize=9)
     axes.grid(visible=True, alpha=0.3)
-    axes.set_ylim(bottom=0)
+    if not heading.endswith("seconds"):
+        axes.set_ylim(bottom=0)
     axes.margins(x=0.02)
     if is_share:
         axes.yaxis.set_major_formatter(lambda value, position: f"{value:.0%}")

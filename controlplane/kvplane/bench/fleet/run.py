@@ -45,7 +45,7 @@ def _simulate(plan: Plan, told: Callable[[int], None]) -> tuple[Fleet, float]:
     fleet = Fleet(plan, told)
     # Nearly all that is made lives for long: looking for garbage in it again and again takes time.
     before = gc.get_threshold()
-    gc.set_threshold(200_000, 20, 100)
+    gc.set_threshold(1_000_000, 20, 100)
     try:
         asyncio.run(fleet.run())
     finally:
