@@ -54,6 +54,10 @@ BY_CHECK: list[tuple[dict[str, Any], str]] = [
     ({"router": {"ingress": {"enabled": True}}}, "router.ingress.host"),
     ({"router": {"gateway": {"enabled": True}}}, "router.gateway.name"),
     ({"router": {"options": {"port": 9}}}, "router.options: port is set by the chart"),
+    (
+        {"router": {"autoscaling": {"enabled": True, "minReplicas": 30}}},
+        "router.autoscaling: minReplicas is above maxReplicas",
+    ),
     ({"router": {"options": {"client-ca": "/x"}}}, "the kubelet has no certificate for its probes"),
 ]
 

@@ -62,6 +62,8 @@ etcd://{{ if $etcd.user }}{{ $etcd.user }}@{{ end }}{{ join "," $etcd.endpoints 
 {{- if and $v.router.gateway.enabled (not $v.router.gateway.name) }}{{ fail "\n\nkvplane: router.gateway.name is empty" }}{{ end -}}
 {{- if hasKey $v.router.options "client-ca" }}{{ fail "\n\nkvplane: router.options: client-ca: the kubelet has no certificate for its probes, and would restart the router for ever: ask for clients' certificates at the ingress" }}{{ end -}}
 {{- range $part := list "controlPlane" "router" }}
+{{- $scaled := (index $v $part).autoscaling }}
+{{- if and $scaled.enabled (gt (int $scaled.minReplicas) (int $scaled.maxReplicas)) }}{{ fail (printf "\n\nkvplane: %s.autoscaling: minReplicas is above maxReplicas" $part) }}{{ end -}}
 {{- range $name, $value := (index $v $part).options }}
 {{- if has $name (list "store" "grpc-host" "grpc-port" "grpc-tls-cert" "grpc-tls-key" "grpc-client-ca" "access" "host" "port" "plane" "plane-ca" "plane-cert" "plane-key" "plane-token-file" "tls-cert" "tls-key" "tenants" "tenant-limits" "workers" "metrics-host" "metrics-port" "drain-grace" "drain-timeout" "allow-remote" "log-format") }}{{ fail (printf "\n\nkvplane: %s.options: %s is set by the chart, from another value" $part $name) }}{{ end -}}
 {{- end }}{{ end -}}
