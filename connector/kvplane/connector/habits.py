@@ -85,7 +85,7 @@ class Habits:
 
     def count(self, lease_class: int, index: int, at_risk: float, back: float) -> None:
         """Add to a class and all coarser ones, in one bin. Negative numbers take back."""
-        for node in self._path(lease_class):
+        for node in self._paths.get(lease_class) or self._path(lease_class):
             node.at_risk[index] += at_risk
             if back:
                 node.back[index] += back

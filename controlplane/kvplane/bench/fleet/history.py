@@ -49,11 +49,12 @@ class _Tokens(Sequence[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(self._between(0, self._length))
 
-    def _between(self, start: int, stop: int) -> list[int]:
-        made = list[int]()
+    def _between(self, start: int, stop: int) -> Sequence[int]:
+        made: Sequence[int] = ()
         for begin, end, base in _pieces(self._stretches, start, stop):
             first = base * _SPREAD % _IDS
-            made.extend(range(first + begin, first + end))
+            piece = range(first + begin, first + end)
+            made = [*made, *piece] if made else piece
         return made
 
 
