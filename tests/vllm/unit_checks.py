@@ -96,9 +96,11 @@ def check_variables_of_vllm_exist() -> None:
 def check_engines_in_kubernetes() -> None:
     transfer = next(start.option("--kv-transfer-config") or "" for start in STARTS if start.layout == "1p1d")
     files = sorted((HERE.parent / "helm" / "engines").glob("*.yaml"))
-    assert [file.stem for file in files] == ["decode", "prefill"]
-    for file in files:
-        pod = yaml.safe_load(file.read_text())["spec"]["template"]["spec"]
+    manifests = {file: yaml.safe_load(file.read_text()) for file in files}
+    engines = [file for file, manifest in manifests.items() if manifest["kind"] == "Deployment"]
+    assert [file.stem for file in engines] == ["decode", "prefill"]
+    for file in engines:
+        pod = manifests[file]["spec"]["template"]["spec"]
         (container,) = pod["containers"]
         assert container["command"] == ["vllm", "serve"]
         words = [word.replace("$(KV_TRANSFER_CONFIG)", transfer) for word in container["args"]]
