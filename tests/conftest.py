@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import pytest
@@ -17,6 +18,19 @@ from deploy.rig.etcd import EtcdServer
 def _no_blocking_calls() -> Iterator[None]:
     with blockbuster_ctx():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _logs_are_set_up_for_one_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A program run in this process sets up its logs, for good: its loggers remember where they write to."""
+    before, configure = structlog.get_config(), structlog.configure
+
+    def forgetful(**options: Any) -> None:
+        configure(**{**options, "cache_logger_on_first_use": False})
+
+    monkeypatch.setattr(structlog, "configure", forgetful)
+    yield
+    configure(**before)
 
 
 @pytest.fixture(scope="session")

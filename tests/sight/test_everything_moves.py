@@ -181,6 +181,12 @@ async def what_goes_wrong(r: Rig, watcher: Watcher) -> None:
     await r.post(chat(long_text(100) + " " + kv.STOP_WORD, conversation="ends"))
     r.p.faults.append("500")
     await r.say("again", "retried")
+    r.p.gate.clear()
+    computed = asyncio.create_task(r.post(chat(long_text(600), conversation="long")))
+    await until(lambda: any(engine.ahead_tokens for engine in r.router.pool.engines))
+    await look()
+    r.p.gate.set()
+    assert (await computed).status == 200
     for engine in r.decode:
         engine.gate.clear()
     async with aiohttp.ClientSession() as leaving:
@@ -189,12 +195,17 @@ async def what_goes_wrong(r: Rig, watcher: Watcher) -> None:
         response.close()
     await until(lambda: any(engine.aborted for engine in r.decode))
     await until(lambda: r.router._admission.requests == 0)
-    posts = [asyncio.create_task(r.post(chat("x", conversation=f"q{number}"))) for number in range(8)]
-    await until(lambda: r.router._admission.queued and any(post.done() for post in posts))
+    posts = []
+    for number in range(len(r.decode)):
+        posts.append(asyncio.create_task(r.post(chat("x", conversation=f"q{number}"))))
+        await until(lambda: sum(held.outstanding for held in r.router.pool.decode_engines()) == len(posts))
+    posts.append(asyncio.create_task(r.post(chat("x", conversation="waits"))))
+    await until(lambda: r.router._admission.queued)
+    assert (await r.post(chat("x", conversation="refused"))).status == 429
     await look()
     for engine in r.decode:
         engine.gate.set()
-    await asyncio.gather(*posts)
+    assert [answer.status for answer in await asyncio.gather(*posts)] == [200] * len(posts)
     r.d.faults += ["500"] * 8
     number = 0
     while not any(r.router.pool.ejected(engine) for engine in r.router.pool.engines):
