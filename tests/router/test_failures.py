@@ -319,26 +319,7 @@ async def test_a_client_bug_never_reaches_a_request() -> None:
         assert (await r.say("hello")).reason == "plane_unavailable"
 
 
-# Registry and start
-
-
-async def test_engines_come_from_the_registry_and_go_with_it() -> None:
-    configs = [
-        EngineConfig(role, announces_endpoint=True) for role in (EngineRole.PREFILL, EngineRole.DECODE)
-    ]
-    async with rig(prefill=configs[:1], decode=configs[1:], static=False, poll_interval_s=0.02) as r:
-        assert (await r.say(long_text(100))).path == "cold"
-        assert (await r.say("next")).path == "direct"
-        await r.plane.deregister_engine(r.d.engine_id, 0)
-        await until(lambda: not r.router.pool.decode_engines())
-        assert (await r.post(chat("hello"))).status == 503
-
-
-async def test_static_and_registered_engines_are_one_by_their_url() -> None:
-    config = EngineConfig(EngineRole.DECODE, announces_endpoint=True)
-    async with rig(decode=[config]) as r:
-        decode = r.router.pool.decode_engines()
-        assert [(e.url, e.engine_ids, e.static) for e in decode] == [(r.d.url, (r.d.engine_id,), True)]
+# Start
 
 
 async def test_a_taken_port_is_one_line() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -26,6 +27,10 @@ log = structlog.get_logger("kvplane.router")
 
 _SILENT_STREAM_S = 30.0
 """After so long without an answer to a probe, an engine is not coming back with the rest of its streams."""
+
+
+_COME_BACK_S = 30.0
+"""How long engines that answer have to come back to a control plane that has begun anew."""
 
 
 class EnginePool:
@@ -59,6 +64,9 @@ class EnginePool:
         self._engines: dict[str, Engine] = {}
         self._leaving: set[Engine] = set()
         self._registered: list[RegisteredEngine] = []
+        self._epochs: set[tuple[EngineId, int]] = set()
+        self._anew_at = -math.inf
+        """When the registry last had none of the registrations of before."""
         self._told: set[str] = set()
         self._refused: frozenset[str] = frozenset()
         self._prober = Prober(
@@ -135,7 +143,15 @@ class EnginePool:
         return tuple(self._registered)
 
     def merge(self, registered: Sequence[RegisteredEngine]) -> None:
-        """Take over the registry as it is now; engines only known from it go when they are gone there."""
+        """Take over the registry as it is now; engines only known from it go when they are gone there.
+
+        A control plane that keeps its state in memory knows none when it has been started again. Those that
+        answer and were not draining have a while, then, to come back to it.
+        """
+        epochs = {(entry.spec.engine_id, entry.engine_epoch) for entry in registered}
+        if self._epochs and self._epochs.isdisjoint(epochs):
+            self._anew_at = self._monotonic()
+        self._epochs = epochs
         self._registered = list(registered)
         seen = self._placed(registered)
         for url, entries in seen.items():
@@ -150,15 +166,22 @@ class EnginePool:
             if not engine.models:  # what it answers itself is more: adapters are not registered
                 engine.models = frozenset(model for entry in entries for model in entry.spec.served_models)
         draining = {entry.spec.engine_id for entry in registered if entry.draining}
+        ids = {entry.spec.engine_id for entry in registered}
         for engine in self.engines:
             if engine.url in seen:
                 continue
+            if not engine.static and self._has_left(engine, ids):
+                self._remove(engine)
             engine.engine_ids, engine.waiting = (), 0
             engine.draining = engine.learned_id in draining
-            if not engine.static:
-                self._remove(engine)
         self.misplaced()
         self._on_free()
+
+    def _has_left(self, engine: Engine, ids: Collection[str]) -> bool:
+        """Tell whether an engine that the registry lacks is to go; `ids` are those that it has."""
+        if not engine.up or engine.draining or any(known in ids for known in engine.engine_ids):
+            return True
+        return self._monotonic() - self._anew_at >= _COME_BACK_S
 
     def _placed(self, registered: Sequence[RegisteredEngine]) -> dict[str, list[RegisteredEngine]]:
         """Return registered engines by where they say they are, without those that are not to be called."""
