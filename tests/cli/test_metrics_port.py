@@ -66,6 +66,24 @@ async def test_there_is_nothing_else(served: MetricsPort, request_: bytes, statu
     assert head.split(b" ")[1] == status
 
 
+async def test_probes_are_answered_without_metrics(served: MetricsPort) -> None:
+    async def broken() -> bytes:
+        raise AssertionError("asked for metrics")
+
+    served.pages.append(broken)
+    head, body = await ask(served, b"GET /health HTTP/1.1\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert body == b"ok\n"
+    # A router is ready at its own port.
+    assert b" 404 " in (await ask(served, b"GET /ready HTTP/1.1\r\n\r\n"))[0]
+    serving = True
+    served.serving = lambda: serving
+    assert b" 200 " in (await ask(served, b"GET /ready HTTP/1.1\r\n\r\n"))[0]
+    serving = False
+    assert b" 503 " in (await ask(served, b"HEAD /ready HTTP/1.1\r\n\r\n"))[0]
+    assert b" 200 " in (await ask(served, b"GET /health HTTP/1.1\r\n\r\n"))[0]
+
+
 async def test_a_head_that_does_not_end_is_not_read_for_ever(served: MetricsPort) -> None:
     head, body = await ask(served, b"GET /metrics HTTP/1.1\r\n" + b"x: y\r\n" * 5000)
     assert (head, body) == (b"", b"")

@@ -28,7 +28,7 @@ from kvplane.client.errors import (
     from_rpc_error,
 )
 from kvplane.controlplane import model as m
-from kvplane.controlplane.server import SERVICES, AddressInUseError, ControlPlaneServer
+from kvplane.controlplane.server import LIVENESS, SERVICES, AddressInUseError, ControlPlaneServer
 from kvplane.store.memory import MemoryStore
 from kvplane.store.testing import ManualClock
 from kvplane.v1 import common_pb2, engine_pb2, location_pb2
@@ -353,6 +353,8 @@ async def test_health_follows_the_store(wire: Wire) -> None:
         return bool((await _health(wire)).status == health_pb2.HealthCheckResponse.SERVING)
 
     await _eventually(is_down, wire)
+    # A restart mends no store: what finds a process that hangs does not ask for it.
+    assert (await _health(wire, LIVENESS)).status == health_pb2.HealthCheckResponse.SERVING
     await _eventually(is_up, wire)
 
 

@@ -21,6 +21,7 @@ from kvplane.cli.security import check_grpc_reach, client_security, server_secur
 from kvplane.cli.tenant_limits import LimitsFile
 from kvplane.connector.config import read_config
 from kvplane.controlplane.access import load_access
+from kvplane.controlplane.server import LIVENESS
 from kvplane.store.clock import SystemClock
 from kvplane.store.url import open_store
 from tests.deploy.charts import (
@@ -177,15 +178,18 @@ def test_it_ends_later_than_its_streams(rendered: Rendered) -> None:
 
 def test_health_is_asked_for_in_a_way_that_is_answered(rendered: Rendered) -> None:
     (container,) = dict(rendered.pods())[CONTROL_PLANE]["spec"]["containers"]
-    probe = container["readinessProbe"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     config = config_of(rendered.arguments(CONTROL_PLANE))
+    lives, serves = container["livenessProbe"], container["readinessProbe"]
+    assert lives["periodSeconds"] * lives["failureThreshold"] >= 60, "a busy one is not restarted"
     if config.grpc_tls_cert:  # the kubelet's gRPC probe speaks plaintext only
-        program, flag, script = probe["exec"]["command"]
-        assert (program, flag) == ("python", "-c")
-        compile(script, "probe", "exec")
-        assert f"127.0.0.1:{config.metrics_port}/metrics" in script
+        assert (lives["httpGet"]["path"], serves["httpGet"]["path"]) == ("/health", "/ready")
+        assert ports[lives["httpGet"]["port"]] == ports[serves["httpGet"]["port"]] == config.metrics_port
     else:
-        assert probe["grpc"]["port"] == config.grpc_port
+        assert lives["grpc"] == {"port": config.grpc_port, "service": LIVENESS}
+        assert serves["grpc"] == {"port": config.grpc_port}
+    for name in ("grpc", "httpGet"):
+        assert container["startupProbe"].get(name) == lives.get(name)
     for router in (pod for name, pod in rendered.pods() if name == ROUTER):
         (container,) = router["spec"]["containers"]
         front = config_of(rendered.arguments(ROUTER)).tls_cert

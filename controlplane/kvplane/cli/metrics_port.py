@@ -1,4 +1,8 @@
-"""GET /metrics on a port of its own, for what has no HTTP server or should not show it to its clients."""
+"""GET /metrics on a port of its own, for what has no HTTP server or should not show it to its clients.
+
+Beside them two answers for probes that cannot ask a control plane's gRPC port, which may want TLS and a
+certificate: `/health` says that the process's event loop goes round, `/ready` that its control plane serves.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,9 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 Page = Callable[[], Awaitable[bytes]]
 """Returns metrics in Prometheus' text format; those of several pages must have different names."""
+
+Serving = Callable[[], bool]
+"""Tells whether calls can be answered now. Returns at once."""
 
 _HEAD_BYTES = 8 * 1024
 _HEAD_S = 5.0
@@ -34,8 +41,11 @@ class MetricsPort:
     One scrape is made at a time, so many at once cost no more than one after another.
     """
 
-    def __init__(self, pages: Sequence[Page]) -> None:
-        self._pages = pages
+    def __init__(self, pages: Sequence[Page] = ()) -> None:
+        self.pages = list(pages)
+        """What `/metrics` shows; may be added to while it listens."""
+        self.serving: Serving | None = None
+        """What `/ready` asks; None: there is no such page here."""
         self._making = asyncio.Lock()
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()
@@ -77,13 +87,18 @@ class MetricsPort:
     async def _answer(self, head: bytes) -> bytes:
         method, _, rest = head.partition(b" ")
         target = rest.partition(b" ")[0].partition(b"?")[0]
-        if target != b"/metrics":
+        if target not in (b"/metrics", b"/health", *((b"/ready",) if self.serving else ())):
             return _response("404 Not Found", b"metrics are at /metrics\n")
         if method not in (b"GET", b"HEAD"):
             return _response("405 Method Not Allowed", b"only GET\n")
-        async with self._making:
-            body = b"".join([await page() for page in self._pages])
-        return _response("200 OK", body, CONTENT_TYPE_PLAIN_0_0_4, send=method == b"GET")
+        sent = method == b"GET"
+        if target == b"/metrics":
+            async with self._making:
+                body = b"".join([await page() for page in self.pages])
+            return _response("200 OK", body, CONTENT_TYPE_PLAIN_0_0_4, send=sent)
+        if target == b"/ready" and self.serving is not None and not self.serving():
+            return _response("503 Service Unavailable", b"not serving\n", send=sent)
+        return _response("200 OK", b"ok\n", send=sent)
 
     async def aclose(self) -> None:
         """Stop listening. Idempotent."""

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from kvplane.cli.config import Config, kubernetes_api
 from kvplane.cli.errors import StartError as StartError
 from kvplane.cli.front import check_hops, engine_files, is_loopback, server_files
-from kvplane.cli.metrics_port import MetricsPort, MetricsPortError, Page
+from kvplane.cli.metrics_port import MetricsPort, MetricsPortError
 from kvplane.cli.security import check_grpc_reach, check_up, client_security, server_security
 from kvplane.cli.tenant_limits import LimitsFile, following
 from kvplane.cli.tracing import tracing
@@ -96,25 +96,25 @@ async def _is_own(host: str) -> bool:
 
 
 @asynccontextmanager
-async def _metrics(config: Config) -> AsyncIterator[list[Page]]:
-    """Serve metrics on a port of their own, if there is to be one; gives the pages, to be added to."""
-    pages: list[Page] = []
+async def _metrics(config: Config) -> AsyncIterator[MetricsPort]:
+    """Serve metrics on a port of their own, if there is to be one; gives it, for pages to be added to."""
+    server = MetricsPort()
     if config.metrics_port is None:
-        yield pages
+        yield server
         return
     host = config.metrics_host
     _check_reach(host, "metrics-host", config, "read tenants' names and how much they use")
-    async with MetricsPort(pages) as server:
+    async with server:
         try:
             port = await server.start(host, config.metrics_port)
         except MetricsPortError as error:
             raise StartError(f"--metrics-{'port' if error.taken else 'host'}: {error}") from None
         log.info("metrics_listening", url=f"http://{_joined(host, port)}/metrics")
-        yield pages
+        yield server
 
 
 @asynccontextmanager
-async def _control_plane(config: Config, pages: list[Page]) -> AsyncIterator[ControlPlaneServer]:
+async def _control_plane(config: Config, shown: MetricsPort) -> AsyncIterator[ControlPlaneServer]:
     """Run a control plane."""
     security = server_security(config)
     check_grpc_reach(config)
@@ -146,9 +146,12 @@ async def _control_plane(config: Config, pages: list[Page]) -> AsyncIterator[Con
             with suppress(StoreError):  # it may not be there yet
                 if (caution := await store.caution()) is not None:
                     log.warning("store_unsound", problem=caution)
+            shown.serving = server.is_serving
             if meter is not None:
                 kind = config.store.partition(":")[0]
-                pages.append(ControlPlaneMetrics(CollectorRegistry(), server.plane, meter, store=kind).page)
+                shown.pages.append(
+                    ControlPlaneMetrics(CollectorRegistry(), server.plane, meter, store=kind).page
+                )
             async with following(limits, clock, server.plane.quotas):
                 yield server
         finally:
@@ -230,9 +233,9 @@ async def router(
     config: Config,
     plane_address: str | None,
     siblings: Siblings | None = None,
-    pages: list[Page] | None = None,
+    shown: MetricsPort | None = None,
 ) -> AsyncIterator[int]:
-    """Run a router, alone or as one of several; gives its port, and its metrics to `pages`."""
+    """Run a router, alone or as one of several; gives its port, and has its metrics shown."""
     if problem := too_few_files(config.max_requests):
         log.warning("too_few_files", problem=problem)
     async with tracing(config, "kvplane-router") as tracer:
@@ -242,24 +245,24 @@ async def router(
         )
         try:
             port = await server.start()
-            if pages is not None:
-                pages.append(server.metrics_page)
+            if shown is not None:
+                shown.pages.append(server.metrics_page)
             yield port
         finally:
             await server.stop()
 
 
 @asynccontextmanager
-async def _routers(config: Config, plane_address: str | None, pages: list[Page]) -> AsyncIterator[int]:
+async def _routers(config: Config, plane_address: str | None, shown: MetricsPort) -> AsyncIterator[int]:
     """Run a router, in as many processes as are wanted; gives its port."""
     check_hops(config)
     if config.workers == 1:
-        async with router(config, plane_address, pages=pages) as port:
+        async with router(config, plane_address, shown=shown) as port:
             yield port
         return
     _router_settings(config, plane_address)
     async with Workers(config, plane_address) as workers:
-        pages.append(workers.metrics_page)
+        shown.pages.append(workers.metrics_page)
         yield workers.port
 
 
@@ -279,13 +282,13 @@ async def _until(stop: asyncio.Event, plane: ControlPlaneServer) -> None:
 
 async def serve(config: Config, stop: asyncio.Event) -> None:
     """Run a control plane alone."""
-    async with _metrics(config) as pages, _control_plane(config, pages) as plane:
+    async with _metrics(config) as shown, _control_plane(config, shown) as plane:
         await _until(stop, plane)
 
 
 async def route(config: Config, stop: asyncio.Event) -> None:
     """Run a router alone."""
-    async with _metrics(config) as pages, _routers(config, config.plane, pages):
+    async with _metrics(config) as shown, _routers(config, config.plane, shown):
         await stop.wait()
 
 
@@ -298,9 +301,9 @@ async def up(config: Config, stop: asyncio.Event) -> None:
     """Run a control plane and a router that uses it."""
     check_up(config)
     async with (
-        _metrics(config) as pages,
-        _control_plane(config, pages) as plane,
-        _routers(config, _joined(config.grpc_host, plane.port), pages) as http_port,
+        _metrics(config) as shown,
+        _control_plane(config, shown) as plane,
+        _routers(config, _joined(config.grpc_host, plane.port), shown) as http_port,
     ):
         if not _names_engines(config):
             log.info("engines_not_named", remedy="--prefill and --decode, or kvplane_endpoint on the engines")

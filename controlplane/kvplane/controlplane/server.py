@@ -50,6 +50,8 @@ from kvplane.v1 import engine_pb2_grpc, location_pb2_grpc, status_pb2_grpc
 log = structlog.get_logger(__name__)
 
 SERVICES = (ENGINE_SERVICE, LOCATION_SERVICE, STATUS_SERVICE)
+LIVENESS = "liveness"
+"""The service by which health finds a process that hangs: SERVING whenever it answers, store or not."""
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 MAX_CALLS = 4096
 """Calls and streams under way on one connection; callers wait with more."""
@@ -256,6 +258,7 @@ class ControlPlaneServer:
             self._start_tasks()
         if security.follows_files:
             self._watch_over(asyncio.create_task(security.follow(self._clock), name="security"))
+        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self._check_health()
         await server.start()
         tls = self._security_settings.tls
@@ -319,6 +322,10 @@ class ControlPlaneServer:
             else:
                 log.warning("health_changed", serving=False, cause=trouble)
             await self._set_health(serving)
+
+    def is_serving(self) -> bool:
+        """Whether its health is SERVING: as of a second ago at most, while it runs."""
+        return self._server is not None and self.plane.status.serving
 
     async def _set_health(self, serving: bool) -> None:
         kind = health_pb2.HealthCheckResponse
