@@ -57,6 +57,12 @@ class EngineConfig:
     """More names it answers to."""
     tells_params: bool = False
     """Its replies always hold kv_transfer_params, as other connectors' do."""
+    load_failure_policy: str = "recompute"
+    """vLLM's kv_load_failure_policy; with "fail" a failed read ends the request."""
+
+
+class LoadFailedError(Exception):
+    """KV could not be read, and is not to be computed instead."""
 
 
 @dataclass(slots=True)
@@ -113,6 +119,8 @@ class EngineCore:
         self.engine_id = m.EngineId(f"{config.role}-{uuid.uuid4().hex[:12]}")
         self.violations: list[str] = []
         """Reads of blocks that were not held for the reader."""
+        self.strangers = 0
+        """Reads that were meant for the engine that was at this address before."""
         self.pool = kv.BlockPool(config.total_blocks)
         self.held: dict[str, Held] = {}
         self.port = 0
@@ -240,18 +248,36 @@ class EngineCore:
                 self._let_go(victim)
 
     async def _read_remote(self, params: Body, blocks: list[int]) -> list[int] | None:
-        """Read blocks of another engine, which frees them; None if it cannot be reached."""
+        """Read blocks of another engine, which frees them; None if it cannot be reached, or is another.
+
+        Raises LoadFailedError where a read that fails is to end the request.
+        """
         assert self._session is not None
         url = f"http://{_bracketed(params['remote_host'])}:{params['remote_port']}/kv/read"
-        question = {"request_id": params["remote_request_id"], "blocks": blocks}
+        question = {
+            "engine_id": params["remote_engine_id"],
+            "request_id": params["remote_request_id"],
+            "blocks": blocks,
+        }
         try:
             async with self._session.post(url, json=question) as response:
-                return cast("list[int]", (await response.json())["kv"])
+                if response.status == 200:
+                    return cast("list[int]", (await response.json())["kv"])
         except aiohttp.ClientError:
-            return None
+            pass
+        # That blocks are not needed is only a message to who keeps them: nothing depends on it.
+        if blocks and self.config.load_failure_policy == "fail":
+            raise LoadFailedError
+        return None
 
-    def read_by_other(self, request_id: str, blocks: list[int]) -> list[int]:
-        """Give another engine what it asks for and let go of it, as after a READ."""
+    def read_by_other(self, engine_id: str, request_id: str, blocks: list[int]) -> list[int] | None:
+        """Give another engine what it asks for and let go of it, as after a READ.
+
+        None if it means another engine, as vLLM's handshake finds out: what that one kept is gone.
+        """
+        if engine_id != self.engine_id:
+            self.strangers += 1
+            return None
         held = self.held.get(request_id)
         if held is None or not set(blocks) <= set(held.blocks):
             self.violations.append(f"read of {request_id}")
@@ -278,6 +304,8 @@ class EngineCore:
         else:
             blocks = blocks[: -(-usable // kv.BLOCK_TOKENS)]
         kvs = await self._read_remote(params, blocks)
+        if blocks and kvs is None:
+            work.outcome = "failed"
         if not blocks or kvs is None:
             return []
         work.pulled_tokens = usable - work.local_tokens
@@ -295,7 +323,7 @@ class EngineCore:
         return equal, "pulled" if equal else "mismatch"
 
     async def prefill(self, work: Work) -> None:
-        """Compute a prompt, as far as its KV is not known."""
+        """Compute a prompt, as far as its KV is not known. Raises LoadFailedError."""
         keys = work.keys(work.tokens)
         # The last token is always computed: it is what the reply begins with.
         shared = self.pool.cached_prefix(keys[:-1]) if self.config.prefix_caching else []
@@ -363,7 +391,7 @@ class EngineCore:
         if is_prefill:
             answer["kvplane"] = {
                 "outcome": work.outcome,
-                "detail": self.config.reads_refused,
+                "detail": "read_failed" if work.outcome == "failed" else self.config.reads_refused,
                 "reused_tokens": work.pulled_tokens,
                 "matched_tokens": work.matched_tokens,
                 "local_tokens": work.local_tokens,

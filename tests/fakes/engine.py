@@ -24,7 +24,7 @@ if __name__ == "__main__":
 from kvplane.client import model as m
 from kvplane.client.client import ControlPlaneClient
 from tests.fakes import dialects, kv
-from tests.fakes.core import Body, EngineConfig, EngineCore, EnginePlane, Work
+from tests.fakes.core import Body, EngineConfig, EngineCore, EnginePlane, LoadFailedError, Work
 
 
 class FakeEngine(EngineCore):
@@ -95,7 +95,8 @@ class FakeEngine(EngineCore):
 
     async def _read(self, request: web.Request) -> web.Response:
         question = await request.json()
-        return web.json_response({"kv": self.read_by_other(question["request_id"], question["blocks"])})
+        held = self.read_by_other(question["engine_id"], question["request_id"], question["blocks"])
+        return web.json_response({"kv": held}, status=200 if held is not None else 409)
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503)
@@ -141,7 +142,12 @@ class FakeEngine(EngineCore):
 
     async def _state(self, request: web.Request) -> web.Response:
         return web.json_response(
-            {"requests": len(self.requests), "violations": self.violations, "blocks": self.pool.used}
+            {
+                "requests": len(self.requests),
+                "violations": self.violations,
+                "strangers": self.strangers,
+                "blocks": self.pool.used,
+            }
         )
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
@@ -171,7 +177,12 @@ class FakeEngine(EngineCore):
             raise
         work.prompt_count = len(work.tokens)
         try:
-            await self.prefill(work)
+            try:
+                await self.prefill(work)
+            except LoadFailedError:
+                if not body.get("stream"):
+                    return _error(request.path, 500, "Internal server error")
+                fault = "error_stream"
             reply = dialects.Reply(
                 request.path,
                 body,
