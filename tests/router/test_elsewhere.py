@@ -18,12 +18,12 @@ BUSY = Answer({"error": {"message": "busy"}}, 429, [("Retry-After", "7")])
 NEVER = HealthLimits(consecutive_failures=0, min_requests=1000)
 
 
-def serves(engine: Stub) -> Stub:
-    """Have an engine refuse what it does not serve, as vLLM does."""
+def serves(engine: Stub, *models: str) -> Stub:
+    """Have an engine refuse what it does not serve, as vLLM does: all but `models`, or what it says."""
 
     def answer(body: Any) -> Answer:
         model = body["model"]
-        if model in engine.models:
+        if model in (models or engine.models):
             return Answer()
         message = f"The model `{model}` does not exist."
         return Answer({"error": {"message": message, "param": "model", "code": 404}}, 404)
@@ -131,6 +131,39 @@ async def test_a_model_that_nobody_serves_is_one_404_and_nobody_is_asked_what_he
             engine.models = ("b",)
         reply = await f.post(model="a")
         assert (reply.status, reply.body["error"]["param"]) == (404, "model")
+
+
+def unsaid(model: str) -> Stub:
+    """Return an engine that serves a model and does not say so."""
+    engine = serves(Stub(BUSY), model)
+    engine.models = ()
+    return engine
+
+
+@pytest.mark.parametrize("to", [CHAT, "/v1/embeddings"])
+async def test_of_very_many_that_do_not_say_what_they_serve_a_few_are_asked_for_what_nobody_serves(
+    to: str,
+) -> None:
+    engines = [unsaid("a") for _ in range(2 * MOST_ASKED + 2)]
+    async with front(*engines, health=NEVER, probe_interval_s=60) as f:
+        asked = []
+        for _ in range(5):
+            before = sum(engine.asked for engine in engines)
+            assert (await f.raw(to, model="c"))[0] == 404
+            asked.append(sum(engine.asked for engine in engines) - before)
+        # What they said is remembered: each is asked once, and then one for each request.
+        assert asked == [MOST_ASKED, MOST_ASKED, 2, 1, 1]
+
+
+async def test_who_serves_it_is_found_among_very_many_that_do_not_say_so() -> None:
+    prefill = tuple(unsaid("a") for _ in range(MOST_ASKED - 1))
+    engines = [*(unsaid("a") for _ in range(MOST_ASKED + 1)), unsaid("b")]
+    async with front(*engines, prefill=prefill, health=NEVER, probe_interval_s=60) as f:
+        found = [(await f.raw(model="b"))[0] for _ in range(4)]
+        assert (found[0] in (200, 404), found[1:]) == (True, [200, 200, 200])
+        # No prompt is computed by who lacks the model, nor is it sent there again.
+        assert [engine.asked for engine in prefill] == [1] * len(prefill)
+        assert all(engine.asked <= 1 for engine in engines[:-1])
 
 
 async def test_passed_requests_too_go_where_one_is_not_busy() -> None:

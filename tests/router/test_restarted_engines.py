@@ -11,7 +11,7 @@ import pytest
 from kvplane.client.model import EngineRole
 from tests.fakes.core import EngineConfig
 from tests.fakes.engine import FakeEngine
-from tests.router.rig import CHAT, Rig, chat, expected_reply, long_text, rig
+from tests.router.rig import CHAT, Rig, chat, expected_reply, long_text, rig, until
 
 
 @asynccontextmanager
@@ -77,3 +77,32 @@ async def test_a_decode_engine_computes_or_fails_what_the_prefill_engine_before_
             else:
                 # As from vLLM: a stream has begun by then.
                 assert (status, '"error"' in text) == (200 if stream else 500, True)
+
+
+async def test_nothing_is_prefilled_while_no_decode_engine_is_there() -> None:
+    async with rig() as r:
+        port = r.d.port
+        await r.d.stop()
+        first = await r.post(chat("hello"))
+        again = await r.post(chat("hello"))
+        assert [(e.status, e.reason) for e in (first, again)] == [(503, "decode_unreachable")] * 2
+        # That it was gone was known the second time.
+        assert len(r.p.requests) == 1
+        await r.d.start(port)
+        # Whether or not it is known already that it is back.
+        assert (await r.say("hello")).path == "cold"
+        await until(lambda: r.router.pool.engines[1].up)
+        asked = len(r.p.requests)
+        await r.say("more", path="cold")
+        assert len(r.p.requests) == asked + 1
+
+
+async def test_a_holder_that_is_gone_leaves_nothing_for_prefill_engines_to_do() -> None:
+    async with rig() as r:
+        await r.say(long_text(200))
+        await r.d.stop()
+        for path in ("direct", "pull"):
+            reply = await r.post(chat(*r.said["c1"], "next"), path=path)
+            assert (reply.status, reply.reason) == (503, "decode_unreachable")
+        assert len(r.p.requests) == 1
+        assert not r.plane.claims

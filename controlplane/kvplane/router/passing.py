@@ -163,7 +163,7 @@ class Passing:
     def _fit(self, model: str) -> list[Engine]:
         """Return the engines that serve a model; all if none is known to, so that one says so."""
         engines = [e for e in self._pool.engines if not e.draining]
-        fit = [e for e in engines if not model or not e.models or model in e.models]
+        fit = self._pool.may_serve(engines, model) if model else engines
         known = [e for e in fit if model in e.models]
         return (known if any(e.up for e in known) else fit) or engines
 
@@ -190,8 +190,8 @@ class Passing:
         """Pass a request to one of some engines, and to another if that cannot be reached.
 
         Such requests change nothing, so an engine that breaks off, falls silent or is not there at present is
-        replaced as well; once, since the request may be why. Where one is busy, or no longer serves the
-        model, the next is asked (of the busy ones MOST_ASKED); the first such answer is passed on where none
+        replaced as well; once, since the request may be why. Where one is busy, or does not serve the
+        model, the next is asked, MOST_ASKED at most; the first such answer is passed on where none
         is left. `on_404` goes on to the next also where one does not know what is asked for; nobody does if
         none failed to say. `kind` names those engines.
         """
@@ -246,9 +246,10 @@ class Passing:
 
     def _others_may(self, call: _Call, tried: set[Engine], engine: Engine, answer: EngineAnswer) -> bool:
         """Tell whether a refusal is one engine's only: it is busy, or no longer serves the model."""
+        one_more = len(tried) < MOST_ASKED
         if answer.status == 429:
-            return len(tried) < MOST_ASKED
-        return answer.lacks(call.model) and self._pool.lacks_model(engine, call.model)
+            return one_more
+        return answer.lacks(call.model) and self._pool.lacks_model(engine, call.model) and one_more
 
     async def _ask(self, call: _Call, engine: Engine) -> tuple[aiohttp.ClientResponse, bytes | None]:
         """Return an engine's answer and its body, None for one that is streamed or unusable.

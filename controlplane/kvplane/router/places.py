@@ -10,9 +10,10 @@ from kvplane.router.turn import Turn
 from kvplane.router.upstream import RefusedError
 
 MOST_ASKED = 5
-"""Engines that are asked, of however many, while each answers that it is busy.
+"""Engines that are asked, of however many, while each answers that it is busy or lacks the model.
 
-Where all are, asking all would give each of them everybody's requests.
+Where all are, asking all would give each of them everybody's requests. Who lacks a model is asked again only
+after a while, so the next request for it comes to others.
 """
 
 
@@ -54,9 +55,10 @@ class DecodePlaces:
         `tried` are those that were asked before it.
         """
         engine, answer = refused.engine, refused.answer
+        one_more = len(tried) + 1 < MOST_ASKED
         if answer.status == 429:
-            return len(tried) + 1 < MOST_ASKED
-        return answer.lacks(turn.model) and self._pool.lacks_model(engine, turn.model)
+            return one_more
+        return answer.lacks(turn.model) and self._pool.lacks_model(engine, turn.model) and one_more
 
     def _able(self, turn: Turn, tried: set[Engine], failed: Engine | None) -> list[Engine]:
         engines = self._pool.decode_engines(turn.model)

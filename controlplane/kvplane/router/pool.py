@@ -17,6 +17,7 @@ from kvplane.router.discovery import Found, Roles, merged
 from kvplane.router.engine import Engine
 from kvplane.router.health import Circuit, HealthLimits
 from kvplane.router.keys import EngineKeys
+from kvplane.router.lacking import Lacking
 from kvplane.router.mistakes import no_common_model, refused_key, wrong_roles
 from kvplane.router.probes import Prober
 from kvplane.router.reach import Reach
@@ -68,6 +69,7 @@ class EnginePool:
         self._anew_at = -math.inf
         """When the registry last had none of the registrations of before."""
         self._told: set[str] = set()
+        self._lacking = Lacking(monotonic)
         self._refused: frozenset[str] = frozenset()
         self._prober = Prober(
             session,
@@ -277,6 +279,21 @@ class EnginePool:
         """Return the decode engines to ask for a model; all if none serves it, so that one says so."""
         return self._fit((e for e in self.engines if e.decode), model, strict=False)
 
+    async def decode_up(self, model: str, only: Engine | None = None) -> bool:
+        """Tell whether a decode engine for a model is up, or `only` is; who has just failed is asked."""
+        if only is None:
+            for e in self._engines.values():  # there may be hundreds, and mostly the first one is
+                if e.up and e.decode and not e.draining and (not e.models or model in e.models):
+                    return True
+        engines = self.decode_engines(model) if only is None else [only]
+        if not any(e.up for e in engines):
+            await self._prober.settle(engines)
+        return any(e.up for e in engines)
+
+    def may_serve(self, engines: Iterable[Engine], model: str) -> list[Engine]:
+        """Return those of some engines that serve a model, or have not said that they do not."""
+        return self._lacking.fit(engines, model)
+
     def lacks_model(self, engine: Engine, model: str) -> bool:
         """Note that an engine says it does not serve a model; tells whether another may.
 
@@ -286,6 +303,7 @@ class EnginePool:
             log.warning("engine_lacks_model", engine=engine.url, model=model)
             engine.models, engine.models_at, engine.probe_at = frozenset(), 0.0, 0.0
             self._prober.wake()
+        self._lacking.note(engine, model)
         others = (e for e in self.engines if e is not engine)
         return bool(model) and bool(self._fit(others, model, strict=True))
 
@@ -293,7 +311,7 @@ class EnginePool:
         candidates = [e for e in engines if not e.draining]
         if not model:
             return candidates
-        fit = [e for e in candidates if not e.models or model in e.models]
+        fit = self._lacking.fit(candidates, model)
         known = [e for e in fit if e.models]
         if any(e.up for e in known):
             return known  # What others serve, they have not said.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -52,7 +53,7 @@ class Prober:
         self._on_down = on_down
         self._on_models = on_models
         self._wake = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[Engine, asyncio.Task[None]] = {}
 
     def wake(self) -> None:
         """Look again which engine is due."""
@@ -75,15 +76,27 @@ class Prober:
                 except TimeoutError:
                     continue
         finally:
-            for task in tuple(self._tasks):
+            tasks = tuple(self._tasks.values())
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _spawn(self, engine: Engine) -> None:
+    async def settle(self, engines: Iterable[Engine]) -> None:
+        """Wait until those of some engines have been probed that are due now, or are being probed."""
+        now = self._monotonic()
+        due = [e for e in engines if e in self._tasks or e.probe_at <= now]
+        if due:
+            await asyncio.wait([self._tasks.get(e) or self._spawn(e) for e in due])
+
+    def _spawn(self, engine: Engine) -> asyncio.Task[None]:
         engine.probing = True
-        task = asyncio.create_task(self.probe(engine), name=f"probe {engine.url}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task = self._tasks[engine] = asyncio.create_task(self.probe(engine), name=f"probe {engine.url}")
+        task.add_done_callback(partial(self._forget, engine))
+        return task
+
+    def _forget(self, engine: Engine, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(engine) is task:  # and no later one yet
+            del self._tasks[engine]
 
     async def probe(self, engine: Engine) -> None:
         """Ask an engine for its health and its models and note the answers. Never raises."""

@@ -181,7 +181,7 @@ class TurnServer:
                 turn.went_cold("decode_unreachable")
                 return error_answer(turn, "No decode engine can be reached.", 503)
             if turn.path is Path.DIRECT and turn.only_engine is None and engine is not turn.holder:
-                self._leave_holder(turn)
+                turn.leave_holder()
                 await self._prefill(turn)
                 continue
             turn.decoder = engine
@@ -216,19 +216,16 @@ class TurnServer:
                 turn.went_cold("decode_failed")
                 await self._prefill(turn)
 
-    def _leave_holder(self, turn: Turn) -> None:
-        """Have a turn whose holder has no place run elsewhere, on what a prefill engine reads from it."""
-        if turn.decode_only is None and not turn.borrowed:
-            turn.path, turn.reason = Path.PULL, "holder_full"
-        else:
-            turn.went_cold("holder_full")
-
     async def _prefill(self, turn: Turn) -> None:
         """Run the prefill leg, once more if it fails; without result the decode engine computes alone.
 
+        So it does as well where none is up: the first that is back does not come too late for the request.
         Raises RefusedError, and what an engine raises that others would as well.
         """
         if turn.decode_only is not None:
+            return
+        if not await self._pool.decode_up(turn.model, turn.only_engine):
+            turn.went_cold("decode_unreachable")
             return
         tried: set[Engine] = set()
         failed: Engine | None = None

@@ -134,6 +134,13 @@ class Turn:
         """Note that the turn is served cold after all."""
         self.path, self.reason, self.reused_tokens, self.prefilled = Path.COLD, reason, 0, None
 
+    def leave_holder(self) -> None:
+        """Have it run elsewhere as its holder has no place, on what a prefill engine reads from that."""
+        if self.decode_only is None and not self.borrowed:
+            self.path, self.reason = Path.PULL, "holder_full"
+        else:
+            self.went_cold("holder_full")
+
 
 class TurnPlanner:
     """Finds out what a request asks and what is known, and chooses its path."""
