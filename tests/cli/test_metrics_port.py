@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
+from structlog.testing import capture_logs
 
+from kvplane.cli.config import Config
+from kvplane.cli.errors import StartError
 from kvplane.cli.metrics_port import MetricsPort, MetricsPortError
+from kvplane.cli.metrics_tls import check_metrics_reach, metrics_tls
+from tests.security.authority import Authority, Pair
 
 
 async def page() -> bytes:
@@ -109,3 +118,95 @@ async def test_an_address_of_another_host_is_none_to_listen_on() -> None:
         with pytest.raises(MetricsPortError) as caught:
             await served.start("192.0.2.1", 0)
     assert not caught.value.taken
+
+
+# By https
+
+
+def options(**given: Any) -> Config:
+    return Config(**given)
+
+
+async def scrape(port: int, context: ssl.SSLContext | None) -> int:
+    """Return the status of a scrape; 0 if none came."""
+    url = f"http{'s' if context else ''}://127.0.0.1:{port}/metrics"
+    try:
+        async with aiohttp.ClientSession() as http, http.get(url, ssl=context or True) as answer:
+            await answer.read()
+            return answer.status
+    except (aiohttp.ClientError, ConnectionError, ssl.SSLError):
+        return 0
+
+
+def scraper(authority: Authority, pair: Pair | None = None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=authority.ca)
+    if pair is not None:
+        context.load_cert_chain(pair.cert, pair.key)
+    return context
+
+
+async def test_scrapers_need_a_certificate_where_it_is_asked_for(tmp_path: Path) -> None:
+    authority = await asyncio.to_thread(Authority, tmp_path)
+    own, prometheus = await asyncio.to_thread(lambda: (authority.server(), authority.client("prometheus")))
+    bare, known = await asyncio.to_thread(lambda: (scraper(authority), scraper(authority, prometheus)))
+    config = options(
+        metrics_tls_cert=own.cert,
+        metrics_tls_key=own.key,
+        metrics_client_ca=authority.ca,
+        metrics_host="0.0.0.0",
+    )
+    with capture_logs() as logs:
+        async with metrics_tls(config) as tls, MetricsPort([page]) as served:
+            await served.start("127.0.0.1", 0, tls)
+            assert await scrape(served.port, known) == 200
+            assert await scrape(served.port, bare) == 0
+            assert await scrape(served.port, None) == 0
+    assert not [entry for entry in logs if entry["event"] == "listening_beyond_loopback"]
+
+
+async def test_the_certificate_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvplane.router.reloading.LOOK_EVERY_S", 0.01)
+    before, after = await asyncio.to_thread(lambda: [Authority(tmp_path, name) for name in ("1", "2")])
+    own = await asyncio.to_thread(before.server)
+    old, new = await asyncio.to_thread(lambda: (scraper(before), scraper(after)))
+    async with (
+        metrics_tls(options(metrics_tls_cert=own.cert, metrics_tls_key=own.key)) as tls,
+        MetricsPort([page]) as served,
+    ):
+        await served.start("127.0.0.1", 0, tls)
+        assert (await scrape(served.port, old), await scrape(served.port, new)) == (200, 0)
+        await asyncio.to_thread(after.server)
+        tries = [await scrape(served.port, new) for _ in range(100)]
+        assert tries[-1] == 200
+        assert await scrape(served.port, old) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"metrics_tls_cert": "c"}, "--metrics-tls-cert, --metrics-tls-key: one needs the other"),
+        ({"metrics_tls_key": "k"}, "--metrics-tls-cert, --metrics-tls-key: one needs the other"),
+        ({"metrics_client_ca": "a"}, "--metrics-client-ca a: needs --metrics-tls-cert"),
+        ({"metrics_host": "10.0.0.1"}, "give --metrics-tls-cert, -key and --metrics-client-ca, or add"),
+        (
+            {"metrics_host": "10.0.0.1", "metrics_tls_cert": "c", "metrics_tls_key": "k"},
+            "give --metrics-client-ca, or add --allow-remote",
+        ),
+        (
+            {"metrics_tls_cert": "/absent", "metrics_tls_key": "/absent"},
+            "--metrics-tls-key /absent: no such file",
+        ),
+    ],
+)
+async def test_what_does_not_guard_the_port_is_refused(given: dict[str, str], said: str) -> None:
+    with pytest.raises(StartError, match=said):
+        async with metrics_tls(options(**given)):
+            pass
+
+
+@pytest.mark.parametrize(("tls", "encrypted"), [({}, False), ({"metrics_tls_cert": "c"}, True)])
+def test_listening_for_everyone_is_warned_of(tls: dict[str, str], encrypted: bool) -> None:
+    config = options(metrics_host="0.0.0.0", allow_remote=True, **tls)
+    with capture_logs() as logs:
+        check_metrics_reach(config)
+    assert [(entry["encryption"], entry["authentication"]) for entry in logs] == [(encrypted, False)]

@@ -281,6 +281,15 @@ class Config(BaseSettings):
         " plane shows none, and a router only at its own port.",
     )
     metrics_host: str = Field("127.0.0.1", description="Address that /metrics is served on.")
+    metrics_tls_cert: str | None = Field(
+        None,
+        description="File with a certificate in PEM for that port, which serves https then; it may be the one"
+        " of another port. Read again when it changes.",
+    )
+    metrics_tls_key: str | None = Field(None, description="File with its key, without a password.")
+    metrics_client_ca: str | None = Field(
+        None, description="File with authorities of scrapers' certificates: then scrapers need one."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="debug, info, warning or error."
     )

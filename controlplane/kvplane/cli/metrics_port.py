@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self
@@ -52,11 +53,12 @@ class MetricsPort:
         self.port = 0
         """Where it listens, once started."""
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen, on any free port for 0; returns the port. Raises MetricsPortError."""
+    async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> int:
+        """Listen, on any free port for 0, by https with `tls`; returns the port. Raises MetricsPortError."""
+        patience = {"ssl_handshake_timeout": _HEAD_S, "ssl_shutdown_timeout": _HEAD_S} if tls else {}
         try:
             self._server = await asyncio.start_server(
-                self._connected, host.strip("[]"), port, limit=_HEAD_BYTES
+                self._connected, host.strip("[]"), port, limit=_HEAD_BYTES, ssl=tls, **patience
             )
         except OSError as error:
             taken = error.errno == errno.EADDRINUSE

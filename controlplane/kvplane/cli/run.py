@@ -15,8 +15,9 @@ from prometheus_client import CollectorRegistry
 
 from kvplane.cli.config import Config, kubernetes_api
 from kvplane.cli.errors import StartError as StartError
-from kvplane.cli.front import check_hops, engine_files, is_loopback, server_files
+from kvplane.cli.front import check_hops, engine_files, server_files
 from kvplane.cli.metrics_port import MetricsPort, MetricsPortError
+from kvplane.cli.metrics_tls import metrics_tls
 from kvplane.cli.security import check_grpc_reach, check_up, client_security, server_security
 from kvplane.cli.tenant_limits import LimitsFile, following
 from kvplane.cli.tracing import tracing
@@ -67,18 +68,6 @@ def until_signalled(program: Program, config: Config) -> None:
         raise StartError(str(error)) from None
 
 
-def _check_reach(host: str, flag: str, config: Config, could: str = "read and claim KV locations") -> None:
-    """Refuse to listen beyond loopback unless asked to; `could` is what anyone could do then."""
-    if is_loopback(host):
-        return
-    if not config.allow_remote:
-        raise StartError(
-            f"--{flag} {host}: anyone who reaches it could {could};"
-            " use 127.0.0.1, or add --allow-remote inside a trusted network"
-        )
-    log.warning("listening_beyond_loopback", host=host, encryption=False, authentication=False)
-
-
 def _joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
@@ -103,13 +92,12 @@ async def _metrics(config: Config) -> AsyncIterator[MetricsPort]:
         yield server
         return
     host = config.metrics_host
-    _check_reach(host, "metrics-host", config, "read tenants' names and how much they use")
-    async with server:
+    async with metrics_tls(config) as tls, server:
         try:
-            port = await server.start(host, config.metrics_port)
+            port = await server.start(host, config.metrics_port, tls)
         except MetricsPortError as error:
             raise StartError(f"--metrics-{'port' if error.taken else 'host'}: {error}") from None
-        log.info("metrics_listening", url=f"http://{_joined(host, port)}/metrics")
+        log.info("metrics_listening", url=f"http{'s' if tls else ''}://{_joined(host, port)}/metrics")
         yield server
 
 

@@ -1,4 +1,4 @@
-"""TLS of the router's HTTP: what it shows its clients, and how it reaches engines.
+"""TLS of what speaks HTTP: what the router and the port for metrics show, and how engines are reached.
 
 Certificates are exchanged while it runs: a new connection gets what is there then, and those that are open go
 on. So files of which some do not fit the others change nothing, and are named in the log.
@@ -31,11 +31,15 @@ class ChangingContext(ssl.SSLContext):
 
 @dataclass(frozen=True, slots=True)
 class ServerFiles:
-    """PEM files of the router's own certificate. With `client_ca`, clients need a certificate of those."""
+    """PEM files of an own certificate. With `client_ca`, clients need a certificate of those.
+
+    `options` is what the options that name them begin with, for errors.
+    """
 
     cert: str
     key: str
     client_ca: str | None = None
+    options: str = "--"
 
     def paths(self) -> list[str]:
         """Return those that are named."""
@@ -46,10 +50,10 @@ class ServerFiles:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(_ALPN)
-        _load_pair(context, self.cert, self.key, ("--tls-cert", "--tls-key"))
+        _load_pair(context, self.cert, self.key, (f"{self.options}tls-cert", f"{self.options}tls-key"))
         if self.client_ca is not None:
             context.verify_mode = ssl.CERT_REQUIRED
-            _load_authorities(context, self.client_ca, "--client-ca")
+            _load_authorities(context, self.client_ca, f"{self.options}client-ca")
             # A session that is resumed shows no certificate again, whatever has become of its authority.
             context.options |= ssl.OP_NO_TICKET
             context.num_tickets = 0
