@@ -72,7 +72,9 @@ CONTROL_PLANE = (
         "critical",
         "No control plane is scraped.",
         "Either none runs, or Prometheus does not reach it: --metrics-port must be given, and beyond loopback"
-        " --metrics-host and --allow-remote. Routers tell by kvplane_router_plane_up whether one answers.",
+        " --metrics-host; with --metrics-tls-cert Prometheus needs scheme: https and a tls_config, with"
+        " --metrics-client-ca a certificate in it. Routers tell by kvplane_router_plane_up whether one"
+        " answers.",
         {"something_else": "1x60"},
         {f'{C}build_info{{version="1"}}': "1x120"},
     ),

@@ -34,7 +34,8 @@ def main(words: Sequence[str], variables: Mapping[str, str]) -> int:
         if not given("grpc-tls-cert", ""):
             problem = control_plane(host, port)
         elif metrics_port := given("metrics-port", ""):
-            problem = page("http", _reached(given("metrics-host", "127.0.0.1")), int(metrics_port))
+            scheme = "https" if given("metrics-tls-cert", "") else "http"
+            problem = page(scheme, _reached(given("metrics-host", "127.0.0.1")), int(metrics_port))
         else:
             problem = connection(host, port)
     if command in ("route", "up") and not problem:

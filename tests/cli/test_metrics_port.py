@@ -16,7 +16,8 @@ from kvplane.cli.config import Config
 from kvplane.cli.errors import StartError
 from kvplane.cli.metrics_port import MetricsPort, MetricsPortError
 from kvplane.cli.metrics_tls import check_metrics_reach, metrics_tls
-from tests.security.authority import Authority, Pair
+from kvplane.router.tls import ServerFiles, Tls
+from tests.security.authority import Authority, Pair, replace
 
 
 async def page() -> bytes:
@@ -127,9 +128,9 @@ def options(**given: Any) -> Config:
     return Config(**given)
 
 
-async def scrape(port: int, context: ssl.SSLContext | None) -> int:
+async def scrape(port: int, context: ssl.SSLContext | None, path: str = "/metrics") -> int:
     """Return the status of a scrape; 0 if none came."""
-    url = f"http{'s' if context else ''}://127.0.0.1:{port}/metrics"
+    url = f"http{'s' if context else ''}://127.0.0.1:{port}{path}"
     try:
         async with aiohttp.ClientSession() as http, http.get(url, ssl=context or True) as answer:
             await answer.read()
@@ -147,8 +148,12 @@ def scraper(authority: Authority, pair: Pair | None = None) -> ssl.SSLContext:
 
 async def test_scrapers_need_a_certificate_where_it_is_asked_for(tmp_path: Path) -> None:
     authority = await asyncio.to_thread(Authority, tmp_path)
-    own, prometheus = await asyncio.to_thread(lambda: (authority.server(), authority.client("prometheus")))
-    bare, known = await asyncio.to_thread(lambda: (scraper(authority), scraper(authority, prometheus)))
+    own, prometheus, other = await asyncio.to_thread(
+        lambda: (authority.server(), authority.client("prometheus"), Authority(tmp_path, "b").client("b"))
+    )
+    bare, known, stranger = await asyncio.to_thread(
+        lambda: [scraper(authority, pair) for pair in (None, prometheus, other)]
+    )
     config = options(
         metrics_tls_cert=own.cert,
         metrics_tls_key=own.key,
@@ -157,9 +162,11 @@ async def test_scrapers_need_a_certificate_where_it_is_asked_for(tmp_path: Path)
     )
     with capture_logs() as logs:
         async with metrics_tls(config) as tls, MetricsPort([page]) as served:
-            await served.start("127.0.0.1", 0, tls)
+            await served.start("127.0.0.1", 0, tls, certificates=True)
             assert await scrape(served.port, known) == 200
-            assert await scrape(served.port, bare) == 0
+            assert await scrape(served.port, bare) == 403
+            assert await scrape(served.port, bare, "/health") == 200  # a kubelet has none
+            assert await scrape(served.port, stranger) == 0
             assert await scrape(served.port, None) == 0
     assert not [entry for entry in logs if entry["event"] == "listening_beyond_loopback"]
 
@@ -179,6 +186,35 @@ async def test_the_certificate_is_followed(tmp_path: Path, monkeypatch: pytest.M
         tries = [await scrape(served.port, new) for _ in range(100)]
         assert tries[-1] == 200
         assert await scrape(served.port, old) == 0
+
+
+async def test_a_revoked_certificate_opens_nothing(tmp_path: Path) -> None:
+    authority = await asyncio.to_thread(Authority, tmp_path)
+    own, lost, good = await asyncio.to_thread(
+        lambda: (authority.server(), authority.client("lost"), authority.client("good"))
+    )
+    contexts = await asyncio.to_thread(lambda: [scraper(authority, pair) for pair in (lost, good)])
+    tls = Tls("metrics", ServerFiles(own.cert, own.key, authority.ca, "--metrics-"))
+    async with MetricsPort([page]) as served:
+        await served.start("127.0.0.1", 0, await tls.start())
+
+        async def statuses() -> list[int]:
+            for _ in range(2):
+                await tls.files.look()
+            return [await scrape(served.port, context) for context in contexts]
+
+        assert await statuses() == [200, 200]
+        await asyncio.to_thread(authority.revoke, lost)
+        assert await statuses() == [0, 200]
+        await asyncio.to_thread(authority.revoke, over=True)
+        assert await statuses() == [0, 0]  # what a list said that is over, nobody knows now
+        mark = b"-----BEGIN X509 CRL-----\n"
+        await asyncio.to_thread(
+            lambda: replace(authority.ca, Path(authority.ca).read_bytes().replace(mark, mark + b"AAAA"))
+        )
+        with capture_logs() as logs:
+            assert await statuses() == [0, 0]
+        assert "revocation list cannot be read" in logs[0]["problem"]
 
 
 @pytest.mark.parametrize(

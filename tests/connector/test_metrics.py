@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import re
+import ssl
 import threading
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.request import urlopen
@@ -10,7 +12,7 @@ from urllib.request import urlopen
 import pytest
 
 from kvplane.client.model import ConversationKey
-from kvplane.connector.config import ConfigError, ConnectorConfig
+from kvplane.connector.config import ConfigError, ConnectorConfig, read_config
 from kvplane.connector.envelope import Envelope, Outcome
 from kvplane.connector.exposition import MetricsServer
 from kvplane.connector.instruments import Instruments
@@ -25,6 +27,7 @@ from kvplane.connector.metrics import (
     take_snapshot,
 )
 from kvplane.connector.retention import Retention
+from tests.security.authority import Authority, replace
 
 
 class Engine:
@@ -177,6 +180,45 @@ def test_an_own_endpoint_shows_all_of_it_and_none_of_others() -> None:
     finally:
         server.close()
     assert threading.active_count() == threads
+
+
+def test_an_own_endpoint_by_tls_asks_for_certificates_and_follows_its_own(tmp_path: Path) -> None:
+    before, after = Authority(tmp_path, "before"), Authority(tmp_path, "after")
+    own, known = before.server(), before.client("prometheus")
+    server = MetricsServer(
+        Engine().snapshot, engine_id="d0", host="127.0.0.1", port=0, tls=(own.cert, own.key, before.ca)
+    )
+
+    def answers(authority: Authority, *, shown: bool = True) -> bool:
+        context = ssl.create_default_context(cafile=authority.ca)
+        if shown:
+            context.load_cert_chain(known.cert, known.key)
+        try:
+            with urlopen(f"https://127.0.0.1:{server.port}/metrics", timeout=10, context=context) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    try:
+        assert (answers(before), answers(before, shown=False), answers(after)) == (True, False, False)
+        with pytest.raises(OSError, match=r"."):
+            scrape(server)
+        after.server()
+        assert [answers(after) for _ in range(3)][-1]
+        replace(own.key, b"nothing")
+        assert [answers(after) for _ in range(3)] == [True] * 3
+    finally:
+        server.close()
+    with pytest.raises(ConfigError, match=r"kvplane_metrics_tls_cert.*: no such file"):
+        MetricsServer(
+            Engine().snapshot, engine_id="d", host="127.0.0.1", port=0, tls=("/absent", "/absent", "")
+        )
+
+
+@pytest.mark.parametrize("half", ["kvplane_metrics_tls_cert", "kvplane_metrics_tls_key"])
+def test_half_of_a_pair_is_refused(half: str) -> None:
+    with pytest.raises(ConfigError, match="missing; a certificate and its key belong together"):
+        read_config({"kvplane_address": "a:1", half: "/x"}, {})
 
 
 def instruments(engine: Engine, **config: Any) -> Instruments:

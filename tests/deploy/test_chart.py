@@ -17,6 +17,7 @@ import yaml
 from kvplane.cli.config import Config, load_config
 from kvplane.cli.entry import load
 from kvplane.cli.front import check_hops
+from kvplane.cli.metrics_tls import metrics_files
 from kvplane.cli.security import check_grpc_reach, client_security, server_security
 from kvplane.cli.tenant_limits import LimitsFile
 from kvplane.connector.config import read_config
@@ -90,6 +91,9 @@ def test_our_commands_take_their_arguments(rendered: Rendered) -> None:
     for name, _ in rendered.pods():
         config = config_of(rendered.arguments(name))
         assert config.metrics_port
+        files, scraped = metrics_files(config), values_of(rendered.name).get("monitoring", {}).get("tls")
+        assert (files is not None) == bool(scraped)
+        assert files is None or files.client_ca is not None
         if name == CONTROL_PLANE:
             security = server_security(config)
             check_grpc_reach(config)
@@ -185,6 +189,8 @@ def test_health_is_asked_for_in_a_way_that_is_answered(rendered: Rendered) -> No
     if config.grpc_tls_cert:  # the kubelet's gRPC probe speaks plaintext only
         assert (lives["httpGet"]["path"], serves["httpGet"]["path"]) == ("/health", "/ready")
         assert ports[lives["httpGet"]["port"]] == ports[serves["httpGet"]["port"]] == config.metrics_port
+        scheme = "HTTP" if config.metrics_tls_cert is None else "HTTPS"
+        assert lives["httpGet"]["scheme"] == serves["httpGet"]["scheme"] == scheme
     else:
         assert lives["grpc"] == {"port": config.grpc_port, "service": LIVENESS}
         assert serves["grpc"] == {"port": config.grpc_port}
@@ -219,6 +225,10 @@ def test_what_selects_pods_selects_one_workload(rendered: Rendered) -> None:
         services = [s for s in rendered.of("Service") if wanted <= s["metadata"]["labels"].items()]
         with_metrics = [s for s in services if any(p["name"] == "metrics" for p in s["spec"]["ports"])]
         assert len(with_metrics) == 1
+        (endpoint,) = monitor["spec"]["endpoints"]
+        for name in {CONTROL_PLANE, ROUTER} & set(pods):
+            by_https = config_of(rendered.arguments(name)).metrics_tls_cert is not None
+            assert (endpoint.get("scheme") == "https") == by_https
 
 
 def test_certificates_have_the_names_that_callers_use(everything: Rendered) -> None:

@@ -53,6 +53,8 @@ BY_CHECK: list[tuple[dict[str, Any], str]] = [
     ),
     ({"router": {"ingress": {"enabled": True}}}, "router.ingress.host"),
     ({"router": {"gateway": {"enabled": True}}}, "router.gateway.name"),
+    ({"monitoring": {"tls": {"secret": "s"}}}, "monitoring.tls.serverName is empty"),
+    ({"monitoring": {"tls": {"scraperSecret": "s"}}}, "needs monitoring.tls.secret"),
     ({"router": {"options": {"port": 9}}}, "router.options: port is set by the chart"),
     (
         {"router": {"autoscaling": {"enabled": True, "minReplicas": 30}}},

@@ -77,6 +77,25 @@ class Authority:
         )
         return pair
 
+    def revoke(self, *pairs: Pair, over: bool = False) -> None:
+        """Put a list of what is revoked into the authority's file, in place of one that was there."""
+        issuer = serialization.load_pem_private_key(self._authority.private_key_pem.bytes(), None)
+        assert isinstance(issuer, ec.EllipticCurvePrivateKey)
+        own = x509.load_pem_x509_certificate(self._authority.cert_pem.bytes())
+        now = datetime.datetime.now(datetime.UTC)
+        builder = (
+            x509.CertificateRevocationListBuilder()
+            .issuer_name(own.subject)
+            .last_update(now - 2 * _DAY)
+            .next_update(now - _DAY if over else now + _DAY)
+        )
+        for pair in pairs:
+            serial = x509.load_pem_x509_certificate(Path(pair.cert).read_bytes()).serial_number
+            revoked = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(now - _DAY)
+            builder = builder.add_revoked_certificate(revoked.build())
+        listed = builder.sign(issuer, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+        replace(self.ca, self._authority.cert_pem.bytes() + listed)
+
 
 def replace(path: str, content: bytes) -> None:
     """Replace a file in one step, as tools that rotate certificates do: it is another one afterwards."""

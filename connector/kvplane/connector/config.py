@@ -49,6 +49,9 @@ class ConnectorConfig:
         max_age_s: for how long renewals may keep a turn, from its end.
         metrics_port: of the engine's own /metrics; the rank within data parallelism is added. 0: none.
         metrics_host: address it listens at.
+        metrics_tls_cert: file with its certificate; it speaks https then. "": in clear.
+        metrics_tls_key: file with the key of that certificate.
+        metrics_client_ca: file with authorities of scrapers' certificates; "": they need none.
         tenant_weights: by which tenants share what may be retained; of those not named 1.
         tenant_id: whose conversations these are where no router of ours says so.
         ask_timeout_s: seconds a prefill request waits to learn where its conversation is, where no router of
@@ -73,6 +76,9 @@ class ConnectorConfig:
     max_age_s: float = _MAX_AGE_S
     metrics_port: int = 0
     metrics_host: str = "127.0.0.1"
+    metrics_tls_cert: str = ""
+    metrics_tls_key: str = ""
+    metrics_client_ca: str = ""
     tenant_id: str = "default"
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     ask_timeout_s: float = 0.3
@@ -82,6 +88,12 @@ class ConnectorConfig:
     key: str = ""
     server_name: str = ""
     token_file: str = ""
+
+    @property
+    def metrics_tls(self) -> tuple[str, str, str] | None:
+        """Certificate, key and authorities for the own /metrics; None: in clear."""
+        files = (self.metrics_tls_cert, self.metrics_tls_key, self.metrics_client_ca)
+        return files if self.metrics_tls_cert else None
 
     @property
     def security(self) -> SecuritySettings:
@@ -135,6 +147,7 @@ def read_config(
         max_age_s=max_age_s,
         metrics_port=_port(given.get("kvplane_metrics_port", 0)),
         metrics_host=_text(given, "kvplane_metrics_host").strip("[]") or "127.0.0.1",
+        **_metrics_tls(given),
         tenant_id=_tenant_id(_text(given, "kvplane_tenant_id", "default")),
         tenant_weights=_weights(given.get("kvplane_tenant_weights", {})),
         ask_timeout_s=_number(given, "kvplane_ask_timeout_s", 0.3, 30),
@@ -149,6 +162,16 @@ def read_config(
     except FileError as error:
         raise ConfigError(f"{_key_of(config, error)}: {error}") from None
     return config
+
+
+def _metrics_tls(given: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings of the own /metrics that name files."""
+    keys = ("kvplane_metrics_tls_cert", "kvplane_metrics_tls_key", "kvplane_metrics_client_ca")
+    cert, key, ca = (_text(given, name) for name in keys)
+    if bool(cert) != bool(key) or (ca and not cert):
+        missing = keys[0] if not cert else keys[1]
+        raise ConfigError(f"{missing}: missing; a certificate and its key belong together")
+    return {"metrics_tls_cert": cert, "metrics_tls_key": key, "metrics_client_ca": ca}
 
 
 def _flag(given: Mapping[str, Any], key: str) -> bool:

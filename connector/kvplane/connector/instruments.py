@@ -86,8 +86,10 @@ class Instruments:
         self._snapshot = snapshot
         if self._config.metrics_port and self._server is None:
             host, port = self._config.metrics_host, self._config.metrics_port + self._rank
-            self._server = MetricsServer(snapshot, engine_id=self._engine_id, host=host, port=port)
-            _log.info("metrics_listening", host=host, port=port)
+            self._server = MetricsServer(
+                snapshot, engine_id=self._engine_id, host=host, port=port, tls=self._config.metrics_tls
+            )
+            _log.info("metrics_listening", host=host, port=port, tls=self._config.metrics_tls is not None)
 
     def close(self) -> None:
         """Stop listening. Idempotent."""

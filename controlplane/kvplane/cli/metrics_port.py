@@ -47,14 +47,21 @@ class MetricsPort:
         """What `/metrics` shows; may be added to while it listens."""
         self.serving: Serving | None = None
         """What `/ready` asks; None: there is no such page here."""
+        self._certificates = False
         self._making = asyncio.Lock()
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()
         self.port = 0
         """Where it listens, once started."""
 
-    async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> int:
-        """Listen, on any free port for 0, by https with `tls`; returns the port. Raises MetricsPortError."""
+    async def start(
+        self, host: str, port: int, tls: ssl.SSLContext | None = None, *, certificates: bool = False
+    ) -> int:
+        """Listen, on any free port for 0, by https with `tls`; returns the port. Raises MetricsPortError.
+
+        With `certificates` metrics are only for who has shown one that `tls` trusts.
+        """
+        self._certificates = certificates
         patience = {"ssl_handshake_timeout": _HEAD_S, "ssl_shutdown_timeout": _HEAD_S} if tls else {}
         try:
             self._server = await asyncio.start_server(
@@ -77,7 +84,8 @@ class MetricsPort:
                 self._open.add(task)
                 async with asyncio.timeout(_HEAD_S):
                     head = await reader.readuntil(b"\r\n\r\n")
-                    answer = await self._answer(head)
+                    known = not self._certificates or bool(writer.get_extra_info("peercert"))
+                    answer = await self._answer(head, known)
                     writer.write(answer)
                     await writer.drain()
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
@@ -86,7 +94,7 @@ class MetricsPort:
             self._open.discard(task)
             writer.close()
 
-    async def _answer(self, head: bytes) -> bytes:
+    async def _answer(self, head: bytes, known: bool) -> bytes:
         method, _, rest = head.partition(b" ")
         target = rest.partition(b" ")[0].partition(b"?")[0]
         if target not in (b"/metrics", b"/health", *((b"/ready",) if self.serving else ())):
@@ -94,6 +102,10 @@ class MetricsPort:
         if method not in (b"GET", b"HEAD"):
             return _response("405 Method Not Allowed", b"only GET\n")
         sent = method == b"GET"
+        if target == b"/metrics" and not known:
+            return _response(
+                "403 Forbidden", b"metrics are for certificates of --metrics-client-ca\n", send=sent
+            )
         if target == b"/metrics":
             async with self._making:
                 body = b"".join([await page() for page in self.pages])

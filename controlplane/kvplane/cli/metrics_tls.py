@@ -19,7 +19,10 @@ log = structlog.get_logger(__name__)
 
 
 def metrics_files(config: Config) -> ServerFiles | None:
-    """Return the files of the port's certificate, None where it speaks plaintext. Raises StartError."""
+    """Return the files of the port's certificate, None where it speaks plaintext. Raises StartError.
+
+    Who has no certificate connects all the same: a kubelet that asks for health has none.
+    """
     cert, key, ca = config.metrics_tls_cert, config.metrics_tls_key, config.metrics_client_ca
     if cert is None and key is None:
         if ca is not None:
@@ -27,7 +30,7 @@ def metrics_files(config: Config) -> ServerFiles | None:
         return None
     if cert is None or key is None:
         raise StartError("--metrics-tls-cert, --metrics-tls-key: one needs the other")
-    return ServerFiles(cert, key, ca, "--metrics-")
+    return ServerFiles(cert, key, ca, "--metrics-", lets_in_others=True)
 
 
 def check_metrics_reach(config: Config) -> None:

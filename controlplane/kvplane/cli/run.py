@@ -94,7 +94,8 @@ async def _metrics(config: Config) -> AsyncIterator[MetricsPort]:
     host = config.metrics_host
     async with metrics_tls(config) as tls, server:
         try:
-            port = await server.start(host, config.metrics_port, tls)
+            certificates = config.metrics_client_ca is not None
+            port = await server.start(host, config.metrics_port, tls, certificates=certificates)
         except MetricsPortError as error:
             raise StartError(f"--metrics-{'port' if error.taken else 'host'}: {error}") from None
         log.info("metrics_listening", url=f"http{'s' if tls else ''}://{_joined(host, port)}/metrics")

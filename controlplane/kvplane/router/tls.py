@@ -14,6 +14,7 @@ from typing import Any
 from kvplane.router.reloading import FileProblemError, Reloaded, read_file
 
 _ALPN = ("http/1.1",)
+_REVOCATIONS = b"-----BEGIN X509 CRL-----"
 
 
 class ChangingContext(ssl.SSLContext):
@@ -33,13 +34,15 @@ class ChangingContext(ssl.SSLContext):
 class ServerFiles:
     """PEM files of an own certificate. With `client_ca`, clients need a certificate of those.
 
-    `options` is what the options that name them begin with, for errors.
+    `options` is what the options that name them begin with, for errors. With `lets_in_others` clients may
+    have no certificate; one that they have is looked at all the same.
     """
 
     cert: str
     key: str
     client_ca: str | None = None
     options: str = "--"
+    lets_in_others: bool = False
 
     def paths(self) -> list[str]:
         """Return those that are named."""
@@ -52,7 +55,7 @@ class ServerFiles:
         context.set_alpn_protocols(_ALPN)
         _load_pair(context, self.cert, self.key, (f"{self.options}tls-cert", f"{self.options}tls-key"))
         if self.client_ca is not None:
-            context.verify_mode = ssl.CERT_REQUIRED
+            context.verify_mode = ssl.CERT_OPTIONAL if self.lets_in_others else ssl.CERT_REQUIRED
             _load_authorities(context, self.client_ca, f"{self.options}client-ca")
             # A session that is resumed shows no certificate again, whatever has become of its authority.
             context.options |= ssl.OP_NO_TICKET
@@ -105,12 +108,18 @@ def _load_pair(context: ssl.SSLContext, cert: str, key: str, flags: Sequence[str
 
 
 def _load_authorities(context: ssl.SSLContext, path: str, flag: str) -> None:
+    """Trust the authorities of a file; with revocation lists in it, nobody whom they do not speak for."""
+    raw = read_file(path, flag)
     try:
-        context.load_verify_locations(cadata=read_file(path, flag).decode("ascii"))
-    except (ssl.SSLError, ValueError) as error:
-        if isinstance(error, FileProblemError):
-            raise
+        context.load_verify_locations(cadata=raw.decode("ascii"))
+    except (ssl.SSLError, ValueError):
         raise FileProblemError(f"{flag} {path}: has no certificates in PEM") from None
+    if _REVOCATIONS in raw:
+        try:
+            context.load_verify_locations(path)  # `cadata` is read for certificates alone
+        except OSError:
+            raise FileProblemError(f"{flag} {path}: its revocation list cannot be read") from None
+        context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
 
 
 class Tls:

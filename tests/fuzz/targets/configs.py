@@ -75,6 +75,8 @@ _EXTRA: dict[str, Any] = {
     "kvplane_max_ttl_s": 480,
     "kvplane_retain_fraction": 0.5,
     "kvplane_metrics_port": 9100,
+    "kvplane_metrics_tls_cert": "/nowhere",
+    "kvplane_metrics_tls_key": "/nowhere",
     "kvplane_tenant_id": "t",
     "decoder_kv_blocks_ttl": 480,
 }

@@ -61,12 +61,28 @@ etcd://{{ if $etcd.user }}{{ $etcd.user }}@{{ end }}{{ join "," $etcd.endpoints 
 {{- if and $v.router.ingress.enabled (not $v.router.ingress.host) }}{{ fail "\n\nkvplane: router.ingress.host is empty" }}{{ end -}}
 {{- if and $v.router.gateway.enabled (not $v.router.gateway.name) }}{{ fail "\n\nkvplane: router.gateway.name is empty" }}{{ end -}}
 {{- if hasKey $v.router.options "client-ca" }}{{ fail "\n\nkvplane: router.options: client-ca: the kubelet has no certificate for its probes, and would restart the router for ever: ask for clients' certificates at the ingress" }}{{ end -}}
+{{- with $v.monitoring.tls }}
+{{- if and .secret (not .serverName) }}{{ fail "\n\nkvplane: monitoring.tls.serverName is empty: Prometheus calls pods by their addresses, so it needs a name that is in the certificate" }}{{ end -}}
+{{- if and .scraperSecret (not .secret) }}{{ fail "\n\nkvplane: monitoring.tls.scraperSecret needs monitoring.tls.secret" }}{{ end -}}
+{{- end }}
 {{- range $part := list "controlPlane" "router" }}
 {{- $scaled := (index $v $part).autoscaling }}
 {{- if and $scaled.enabled (gt (int $scaled.minReplicas) (int $scaled.maxReplicas)) }}{{ fail (printf "\n\nkvplane: %s.autoscaling: minReplicas is above maxReplicas" $part) }}{{ end -}}
 {{- range $name, $value := (index $v $part).options }}
-{{- if has $name (list "store" "grpc-host" "grpc-port" "grpc-tls-cert" "grpc-tls-key" "grpc-client-ca" "access" "host" "port" "plane" "plane-ca" "plane-cert" "plane-key" "plane-token-file" "tls-cert" "tls-key" "tenants" "tenant-limits" "workers" "metrics-host" "metrics-port" "drain-grace" "drain-timeout" "allow-remote" "log-format") }}{{ fail (printf "\n\nkvplane: %s.options: %s is set by the chart, from another value" $part $name) }}{{ end -}}
+{{- if has $name (list "store" "grpc-host" "grpc-port" "grpc-tls-cert" "grpc-tls-key" "grpc-client-ca" "access" "host" "port" "plane" "plane-ca" "plane-cert" "plane-key" "plane-token-file" "tls-cert" "tls-key" "tenants" "tenant-limits" "workers" "metrics-host" "metrics-port" "metrics-tls-cert" "metrics-tls-key" "metrics-client-ca" "drain-grace" "drain-timeout" "allow-remote" "log-format") }}{{ fail (printf "\n\nkvplane: %s.options: %s is set by the chart, from another value" $part $name) }}{{ end -}}
 {{- end }}{{ end -}}
+{{- end }}
+
+{{- define "kvplane.metricsArgs" -}}
+{{- with .Values.monitoring.tls }}
+{{- if .secret }}
+- --metrics-tls-cert=/etc/kvplane/metrics/tls.crt
+- --metrics-tls-key=/etc/kvplane/metrics/tls.key
+{{- if .scraperSecret }}
+- --metrics-client-ca=/etc/kvplane/metrics/ca.crt
+{{- end }}
+{{- end }}
+{{- end }}
 {{- end }}
 
 {{- define "kvplane.options" -}}
