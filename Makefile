@@ -2,9 +2,11 @@
 #
 #   PYTHON=/path/to/python3.11     the interpreter to build the environments with (default: python3)
 #   KVPLANE_VLLM_VENV=/path        where vLLM is, or is to be installed (default: .venv-vllm)
+#   SEED=2                         another order of the tests, and other random examples (default: 1)
 #   DEMO_ARGS="--lengths 200,1000" flags of the demo
 
 PYTHON ?= python3
+SEED ?= 1
 VENV := .venv
 KVPLANE_VLLM_VENV ?= $(CURDIR)/.venv-vllm
 export KVPLANE_VLLM_VENV
@@ -12,6 +14,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 MODEL := .cache/tiny-model
 SMALL_MODEL := .cache/small-model
+PYTEST := $(BIN)/python -m pytest --randomly-seed=$(SEED) --hypothesis-seed=$(SEED)
 SOURCES := protos store controlplane connector deploy tests
 
 .DEFAULT_GOAL := help
@@ -24,13 +27,13 @@ demo: venv vllm
 	@$(BIN)/python -m deploy.demo.demo $(DEMO_ARGS)
 
 test: lint test-fast test-robustness vllm
-	$(BIN)/python -m pytest -m vllm --durations=15
+	$(PYTEST) -m vllm --durations=15
 
 test-fast: venv promtool
-	$(BIN)/python -m pytest -m "not vllm and not robustness"
+	$(PYTEST) -m "not vllm and not robustness"
 
 test-robustness: venv
-	$(BIN)/python -m pytest -m robustness
+	$(PYTEST) -m robustness
 
 lint: venv
 	$(BIN)/ruff check .

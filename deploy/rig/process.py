@@ -1,6 +1,7 @@
 """Start and stop the programs of the rig: each with a log file, none able to outlive us (see guard.py)."""
 
 import contextlib
+import random
 import re
 import socket
 import subprocess
@@ -24,6 +25,9 @@ Progress = Callable[[float, str], None]
 
 
 _given_out: set[int] = set()
+_LOWEST, _HIGHEST = 10_240, 32_767
+"""Ports to give out: below those that systems take for outgoing connections (Linux: from 32768 on)."""
+_chance = random.SystemRandom()
 
 
 class RigError(Exception):
@@ -33,18 +37,27 @@ class RigError(Exception):
 def free_ports(count: int) -> list[int]:
     """Return `count` different TCP ports of the loopback address that nothing listens on now.
 
-    They are found by binding to port 0, and no port is given out twice in the life of this program; another
-    program could still take one before it is used.
+    No port is given out twice in the life of this program, and none that an outgoing connection of anybody
+    could take before it is used; another program that listens still could.
     """
     ports: list[int] = []
     while len(ports) < count:
-        with socket.socket() as probe:
-            probe.bind((LOCALHOST, 0))
-            port: int = probe.getsockname()[1]
-        if port not in _given_out:
-            _given_out.add(port)
-            ports.append(port)
+        port = _chance.randint(_LOWEST, _HIGHEST)
+        if port in _given_out or not _is_free(port):
+            continue
+        _given_out.add(port)
+        ports.append(port)
     return ports
+
+
+def _is_free(port: int) -> bool:
+    """Whether nothing listens on a port of the loopback address, or of all addresses."""
+    with socket.socket() as probe:
+        try:
+            probe.bind((LOCALHOST, port))
+        except OSError:
+            return False
+    return True
 
 
 def answers(url: str, timeout: float = 2.0) -> bool:

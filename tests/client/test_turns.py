@@ -296,6 +296,6 @@ async def test_nobody_there_is_unavailable_and_not_asked_all_the_time(opened: li
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110  # the fakes have no event for it
             await asyncio.sleep(0.001)

@@ -113,7 +113,7 @@ class Stream:
         self._queue.put_nowait(None)
 
     async def next(self) -> engine_pb2.AttachEngineResponse:
-        return await asyncio.wait_for(anext(self._answers), 10)
+        return await asyncio.wait_for(anext(self._answers), 60)
 
     async def until(
         self, found: Callable[[engine_pb2.AttachEngineResponse], bool]

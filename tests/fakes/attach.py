@@ -19,8 +19,8 @@ ACCEPTED = common_pb2.ANNOUNCE_OUTCOME_ACCEPTED
 RELEASED = common_pb2.RELEASE_OUTCOME_RELEASED
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
-    """Wait for something that other tasks bring about."""
+async def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    """Wait for something that other tasks bring about, and that stays so."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - it may come true on another thread
             await asyncio.sleep(0.002)
@@ -165,16 +165,16 @@ class AttachPlane(engine_pb2_grpc.EngineServiceServicer):
         self._orders = answers
         cut = asyncio.create_task(self._cut.wait())
         reading = asyncio.create_task(self._read(request_iterator, answers))
+        answer = asyncio.create_task(answers.get())
         try:
             while True:
-                answer = asyncio.create_task(answers.get())
                 await asyncio.wait({answer, cut}, return_when=asyncio.FIRST_COMPLETED)
                 if not answer.done():
-                    answer.cancel()
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
                 yield answer.result()
+                answer = asyncio.create_task(answers.get())
         finally:
-            for task in (reading, cut):
+            for task in (reading, cut, answer):
                 task.cancel()
 
     async def _read(

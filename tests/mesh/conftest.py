@@ -83,7 +83,7 @@ def inner_authority(folder: Path) -> Inner:
     return made
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     """Wait for something that others bring about; the question may block."""
     async with asyncio.timeout(timeout_s):
         while not await asyncio.to_thread(condition):  # noqa: ASYNC110 - other processes bring it about
@@ -122,9 +122,9 @@ def mesh(tmp_path_factory: pytest.TempPathFactory, etcd_server: EtcdServer) -> I
             replaced={"/etc/envoy/tls": str(tls)},
         )
         stack.enter_context(envoy)
-        envoy.wait_ready(20.0)
+        envoy.wait_ready(60.0)
         made = Mesh(authority, planes, envoy, inner.ca)
-        ends = time.monotonic() + 20.0
+        ends = time.monotonic() + 60.0
         while envoy.healthy("controlplane") < len(planes):
             assert time.monotonic() < ends, "\n".join(one.log_tail(5) for one in (envoy, *planes))
             time.sleep(0.1)

@@ -21,6 +21,8 @@ from tests.fakes.engine import FakeEngine
 from tests.fakes.plane import FakePlane
 
 CHAT = "/v1/chat/completions"
+LIMITS_S = (0.2, 1.0, 5.0, 25.0)
+"""Time limits to try one after the other, where a request has to get somewhere before its limit ends it."""
 Body = dict[str, Any]
 
 
@@ -160,8 +162,8 @@ async def rig(
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Wait for something that happens in the background; ten seconds at most."""
-    for _ in range(2000):
+    """Wait for something that happens in the background, and stays so; a minute at most."""
+    for _ in range(12_000):
         if condition():
             return
         await asyncio.sleep(0.005)

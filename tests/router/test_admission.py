@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvplane.router.admission import Admission, AdmissionLimits, OverloadedError
 from kvplane.router.deadline import deadline
 from kvplane.router.engine import Engine as PoolEngine
-from tests.router.rig import CHAT, chat, long_text, rig, until
+from tests.router.rig import CHAT, LIMITS_S, chat, long_text, rig, until
 
 
 @dataclass(eq=False)
@@ -68,15 +68,18 @@ async def test_lines_of_different_kinds_do_not_wait_for_each_other() -> None:
 
 async def test_the_queue_is_bounded_in_length_and_time() -> None:
     engine = Engine(1)
-    limits = AdmissionLimits(max_engine_requests=1, max_queued=1, queue_timeout_s=0.05)
+    limits = AdmissionLimits(max_engine_requests=1, max_queued=1)
     admission = Admission(limits, lambda: 0.0)
     first = asyncio.create_task(admission.place("d", lambda: engine))
     await until(lambda: admission.queued == 1)
     with pytest.raises(OverloadedError) as full:
         await admission.place("d", lambda: engine)
     assert full.value.status == 429
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    admission = Admission(replace(limits, queue_timeout_s=0.05), lambda: 0.0)
     with pytest.raises(OverloadedError) as late:
-        await first
+        await admission.place("d", lambda: engine)
     assert late.value.status == 503
     assert admission.queued == 0
 
@@ -214,8 +217,11 @@ async def test_a_clients_deadline_ends_its_request_on_the_engines(header: str, l
     async with rig() as r:
         engine = r.p if leg == "prefill" else r.d
         engine.faults.append("hang")
-        reply = await r.post(chat("hello"), headers={header: "0.2"})
-        assert (reply.status, reply.reason) == (504, "deadline")
+        for limit_s in LIMITS_S:
+            reply = await r.post(chat("hello"), headers={header: str(limit_s)})
+            assert (reply.status, reply.reason) == (504, "deadline")
+            if not engine.faults:
+                break
         await until(lambda: engine.aborted == 1)
 
 

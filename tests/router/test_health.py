@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 
 import aiohttp
@@ -15,7 +14,7 @@ from kvplane.router.discovery import Roles
 from kvplane.router.engine import Engine
 from kvplane.router.health import Circuit, Health, HealthLimits
 from kvplane.router.pool import EnginePool
-from tests.router.rig import rig, until
+from tests.router.rig import rig
 from tests.router.stub import Answer, Stub, front
 
 LIMITS = HealthLimits(consecutive_failures=3, window_s=30, min_requests=10, ejection_s=5, max_ejection_s=20)
@@ -238,8 +237,14 @@ async def test_the_only_engine_of_a_model_is_not_ejected_whatever_others_there_a
 # With engines
 
 
+def later(pool: EnginePool, seconds: float) -> None:
+    """Put a pool's clock on."""
+    now = pool._monotonic
+    pool._monotonic = lambda: now() + seconds
+
+
 async def test_an_engine_that_fails_every_request_is_left_out_and_tried_again() -> None:
-    limits = HealthLimits(consecutive_failures=2, ejection_s=0.2, slow_start_s=0)
+    limits = HealthLimits(consecutive_failures=2, ejection_s=60, slow_start_s=0)
     async with rig(decode=2, health=limits) as r:
         sick, well = r.decode
         sick.faults += ["500"] * 3
@@ -257,7 +262,7 @@ async def test_an_engine_that_fails_every_request_is_left_out_and_tried_again() 
         assert (await r.metric("kvplane_router_engines_ejected"))['{role="decode"}'] == 1
         sick.faults.clear()
         engine = next(e for e in r.router.pool.engines if e.url == sick.url)
-        await until(lambda: engine.health.trial_due(r.router.pool._monotonic()))
+        later(r.router.pool, 60)
         await r.say("hello", "trial")
         assert len(sick.requests) == seen + 1
         assert not r.router.pool.ejected(engine)
@@ -297,13 +302,13 @@ async def test_among_reported_queues_the_better_of_two_is_taken() -> None:
 @pytest.mark.parametrize(("status", "back"), [(400, True), (422, True), (401, False), (404, False)])
 async def test_a_clients_mistake_does_not_use_up_a_trial(status: int, back: bool) -> None:
     sick, well = Stub(Answer({}, 500)), Stub(Answer())
-    limits = HealthLimits(consecutive_failures=1, ejection_s=0.2, slow_start_s=0)
+    limits = HealthLimits(consecutive_failures=1, ejection_s=60, slow_start_s=0)
     async with front(sick, well, health=limits) as f:
         engine = next(e for e in f.router.pool.engines if e.url == sick.url)
         while not f.router.pool.ejected(engine):
             assert (await f.post()).status == 200
         sick.answer = Answer({"error": {"message": "no"}}, status)
-        await until(lambda: engine.health.trial_due(asyncio.get_running_loop().time()))
+        later(f.router.pool, 60)
         assert (await f.post()).status == status
         assert f.router.pool.ejected(engine) is not back
         # Without a verdict the next request is a trial as well.
