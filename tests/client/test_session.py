@@ -451,6 +451,8 @@ def test_addresses_become_grpc_targets() -> None:
         ("plane:1", "plane:1"),
         ("dns:///plane:1", "dns:///plane:1"),
         ("10.0.0.5:1, 10.0.0.6:1", "ipv4:10.0.0.5:1,10.0.0.6:1"),
+        ("[fd00::5]:1", "[fd00::5]:1"),
         ("[fd00::5]:1,[fd00::6]:1", "ipv6:[fd00::5]:1,[fd00::6]:1"),
+        ("[fd00::5]:1,10.0.0.6:1", "ipv6:[fd00::5]:1,[::ffff:10.0.0.6]:1"),
     ):
         assert grpc_target(checked_address(address)) == target

@@ -76,6 +76,11 @@ def test_addresses(address: str) -> None:
         ({**ADDRESS, "kvplane_x": 1}, ["kvplane_x", "known:"]),
         ({**ADDRESS, "kvplane_endpoint": "10.0.0.7:8200"}, ["kvplane_endpoint"]),
         ({**ADDRESS, "kvplane_endpoint": "http://"}, ["kvplane_endpoint"]),
+        (
+            {**ADDRESS, "kvplane_endpoint": "http://fd00::7:8200"},
+            ["kvplane_endpoint", "http://[fd00::7]:8200"],
+        ),
+        ({"kvplane_address": "fd00::7:50051"}, ["kvplane_address", "needs brackets"]),
         ({**ADDRESS, "kvplane_endpoint": "http://10.0.0.7:8200/v1"}, ["kvplane_endpoint", "without a path"]),
         ({**ADDRESS, "kvplane_remote_host": "http://10.0.0.7"}, ["kvplane_remote_host", "host name"]),
         ({"kvplane_address": ["a:1"]}, ["kvplane_address", "separated by commas"]),

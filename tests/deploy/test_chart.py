@@ -175,6 +175,9 @@ def test_it_ends_later_than_its_streams(rendered: Rendered) -> None:
         (container,) = pods[ROUTER]["spec"]["containers"]
         probe = container["readinessProbe"]
         assert config.drain_grace > probe["periodSeconds"] * probe["failureThreshold"]
+        assert container["livenessProbe"]["terminationGracePeriodSeconds"] < patience, (
+            "what hangs is not awaited"
+        )
     (container,) = pods[CONTROL_PLANE]["spec"]["containers"]
     pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pods[CONTROL_PLANE]["spec"]["terminationGracePeriodSeconds"] > pause + 5

@@ -23,6 +23,7 @@ from tests.deploy.charts import (
     render,
     values_of,
 )
+from tests.deploy.test_chart import config_of
 from tests.deploy.test_chart_refusals import merged
 
 ENGINES = ROOT / "deploy" / "helm" / "engines"
@@ -119,6 +120,28 @@ def test_nobody_has_the_tokens_of_the_example() -> None:
     assert len(digests) == 2
     guesses = ("", "test", "test2", "token", "secret", "password", "changeme", "router", "engines", "kvplane")
     assert not digests & {sha256(guess.encode()).hexdigest() for guess in guesses}
+
+
+@pytest.mark.parametrize("family", ["IPv4", "IPv6"])
+def test_pods_listen_where_the_kubelet_asks(family: str) -> None:
+    rendered = made("minimal", ipFamily=family)
+    for name, _ in rendered.pods():
+        config = config_of(rendered.arguments(name))
+        hosts = {config.metrics_host, config.grpc_host if name == CONTROL_PLANE else config.host}
+        assert hosts == {"::" if family == "IPv6" else "0.0.0.0"}
+
+
+def test_a_drain_that_is_too_short_is_no_matter_without_a_router() -> None:
+    assert not made("control-plane-only", router={"drainGrace": 0}).of("Ingress")
+
+
+def test_the_notes_name_an_address_that_is_listened_on() -> None:
+    with helm_python.Chart.load(str(CHART)) as chart:
+        manifests = chart.render(
+            merged(values_of("minimal"), {"ipFamily": "IPv6"}), name=RELEASE, namespace=NAMESPACE
+        )
+    (notes,) = (text for name, text in manifests.items() if name.endswith("NOTES.txt"))
+    assert "--router http://[::1]:8000" in notes
 
 
 @pytest.mark.parametrize("case", ["minimal", "tenants"])

@@ -27,6 +27,7 @@ BY_SCHEMA: list[tuple[dict[str, Any], str]] = [
     ({"router": {"engines": {"prefill": ["vllm:8000"]}}}, "/router/engines/prefill/0"),
     ({"tls": {"source": "yes"}}, "'none', 'secret', 'cert-manager'"),
     ({"logLevel": "loud"}, "/logLevel"),
+    ({"ipFamily": "v6"}, "'IPv4', 'IPv6'"),
 ]
 
 BY_CHECK: list[tuple[dict[str, Any], str]] = [
@@ -51,6 +52,7 @@ BY_CHECK: list[tuple[dict[str, Any], str]] = [
         {"router": {"kind": "DaemonSet", "autoscaling": {"enabled": True}}},
         "router.autoscaling.enabled: false",
     ),
+    ({"router": {"drainGrace": 9}}, "router.drainGrace: 9 s are over before load balancers know"),
     ({"router": {"ingress": {"enabled": True}}}, "router.ingress.host"),
     ({"router": {"gateway": {"enabled": True}}}, "router.gateway.name"),
     ({"monitoring": {"tls": {"secret": "s"}}}, "monitoring.tls.serverName is empty"),

@@ -6,6 +6,7 @@ import ipaddress
 import re
 
 _DNS = re.compile(r"dns:(//[^/]*/)?/?[^/:]+:[0-9]{1,5}|dns:(//[^/]*/)?/?\[[0-9a-fA-F:]+\]:[0-9]{1,5}")
+_BRACKETED = re.compile(r"\[[0-9a-fA-F:.]+(%[0-9A-Za-z_.-]+)?\]")
 _TARGET_SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:")
 
 
@@ -27,6 +28,8 @@ def checked_address(value: str) -> str:
         host, colon, port = part.strip().rpartition(":")
         if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ValueError(f"{part!r} is not host:port")
+        if ":" in host and not _BRACKETED.fullmatch(host):
+            raise ValueError(f"{part!r} needs brackets around an IPv6 address, as in [fd00::7]:50051")
         if len(parts) > 1 and not _is_ip(host):
             raise ValueError(
                 f"{part!r}: a list takes IP addresses; for names, give one that resolves to all"
@@ -40,8 +43,15 @@ def grpc_target(address: str) -> str:
     parts = [part.strip() for part in address.split(",")]
     if address.startswith(_TARGET_SCHEMES) or len(parts) == 1:
         return address
-    is_ipv6 = any(part.startswith("[") for part in parts)
-    return f"{'ipv6' if is_ipv6 else 'ipv4'}:{','.join(parts)}"
+    if not any(part.startswith("[") for part in parts):
+        return f"ipv4:{','.join(parts)}"
+    # A target is of one family: in one of IPv6, IPv4 addresses are written as those that stand for them.
+    return f"ipv6:{','.join(part if part.startswith('[') else _mapped(part) for part in parts)}"
+
+
+def _mapped(part: str) -> str:
+    host, _, port = part.rpartition(":")
+    return f"[::ffff:{host}]:{port}"
 
 
 def _is_ip(host: str) -> bool:

@@ -211,6 +211,7 @@ def _endpoint(value: str) -> str:
     if not valid:
         raise ConfigError(
             f"kvplane_endpoint: {value!r} is not an HTTP base URL without a path, such as http://10.0.0.7:8200"
+            " or, with an IPv6 address, http://[fd00::7]:8200"
         )
     return value.rstrip("/")
 

@@ -306,6 +306,14 @@ class Config(BaseSettings):
             return tuple(part.strip() for part in value.split(",") if part.strip())
         return value
 
+    @field_validator("grpc_host", "host", "metrics_host", mode="before")
+    @classmethod
+    def _without_brackets(cls, value: object) -> object:
+        """An IPv6 address in brackets, as in URLs, is meant as what is in them."""
+        if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
+            return value[1:-1]
+        return value
+
 
 def load_config(
     flags: Mapping[str, Any], file: Path | None = None, environment: Mapping[str, str] = os.environ

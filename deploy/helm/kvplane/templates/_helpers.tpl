@@ -30,6 +30,9 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- define "kvplane.planeName" -}}{{ include "kvplane.controlPlane" . }}-all.{{ .Release.Namespace }}.svc{{- end }}
 {{- define "kvplane.plane" -}}dns:///{{ include "kvplane.planeName" . }}:{{ .Values.controlPlane.port }}{{- end }}
 
+{{- define "kvplane.anyAddress" -}}{{ eq .Values.ipFamily "IPv6" | ternary "::" "0.0.0.0" }}{{- end }}
+{{- define "kvplane.loopback" -}}{{ eq .Values.ipFamily "IPv6" | ternary "[::1]" "127.0.0.1" }}{{- end }}
+
 {{- define "kvplane.storeUrl" -}}
 {{- if eq .Values.controlPlane.store "memory" }}memory://
 {{- else -}}
@@ -57,6 +60,7 @@ etcd://{{ if $etcd.user }}{{ $etcd.user }}@{{ end }}{{ join "," $etcd.endpoints 
 {{- else if not $v.controlPlane.etcd.endpoints }}{{ fail "\n\nkvplane: controlPlane.etcd.endpoints is empty: name etcd's host:port, or set controlPlane.store: memory and controlPlane.replicas: 1" }}{{ end -}}
 {{- if and $v.controlPlane.etcd.user (not $v.controlPlane.etcd.passwordSecret.name) }}{{ fail "\n\nkvplane: controlPlane.etcd.user needs controlPlane.etcd.passwordSecret.name" }}{{ end -}}
 {{- if and $v.controlPlane.etcd.clientCertificate (not $v.controlPlane.etcd.tlsSecret) }}{{ fail "\n\nkvplane: controlPlane.etcd.clientCertificate needs controlPlane.etcd.tlsSecret" }}{{ end -}}
+{{- if and $v.router.enabled (lt (int $v.router.drainGrace) 10) }}{{ fail (printf "\n\nkvplane: router.drainGrace: %d s are over before load balancers know that the pod goes (its readiness is asked for every 5 s, and counts after two answers): set 10 or more" (int $v.router.drainGrace)) }}{{ end -}}
 {{- if and (eq $v.router.kind "DaemonSet") $v.router.autoscaling.enabled }}{{ fail "\n\nkvplane: router.kind is DaemonSet, which is not scaled: set router.autoscaling.enabled: false" }}{{ end -}}
 {{- if and $v.router.ingress.enabled (not $v.router.ingress.host) }}{{ fail "\n\nkvplane: router.ingress.host is empty" }}{{ end -}}
 {{- if and $v.router.gateway.enabled (not $v.router.gateway.name) }}{{ fail "\n\nkvplane: router.gateway.name is empty" }}{{ end -}}
