@@ -6,7 +6,7 @@ import asyncio
 import http.client
 import io
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,13 +53,15 @@ def _router(r: Rig, port: int) -> RouterServer:
 
 
 @asynccontextmanager
-async def front(folder: Path, drain_grace_s: float = 0.0) -> AsyncIterator[Front]:
+async def front(
+    folder: Path, drain_grace_s: float = 0.0, replaced: Mapping[str, str] | None = None
+) -> AsyncIterator[Front]:
     async with rig(drain_grace_s=drain_grace_s) as r:
         other = _router(r, free_ports(1)[0])
         await other.start()
         ports = (r.router.port, other.port)
         endpoints = {"routers": [(LOCALHOST, port) for port in ports]}
-        envoy = await asyncio.to_thread(Envoy, "router", folder, endpoints=endpoints)
+        envoy = await asyncio.to_thread(Envoy, "router", folder, endpoints=endpoints, replaced=replaced)
         try:
             await asyncio.to_thread(envoy.start)
             await asyncio.to_thread(envoy.wait_ready, 20.0)
@@ -137,6 +139,35 @@ async def test_what_passes_and_what_does_not(tmp_path: Path) -> None:
             status = await asyncio.to_thread(_status, f.envoy.address, path)
             assert status == 404, path
         assert await asyncio.to_thread(_status, f.envoy.address, "/ready") == 200
+
+
+async def test_no_more_is_taken_than_is_allowed(tmp_path: Path) -> None:
+    replaced = {
+        "max_active_downstream_connections: 20000": "max_active_downstream_connections: 4",
+        "max_requests: 16384": "max_requests: 2",
+    }
+    async with front(tmp_path, replaced=replaced) as f:
+        f.rig.d.gate.clear()
+        streams = [await opened(f, f"open{index}") for index in range(2)]
+        async with f.rig.http.post(f.url + CHAT, json=chat("one too many")) as response:
+            assert response.status == 503
+            assert response.headers["x-envoy-overloaded"] == "true"
+        # Three connections are open; the admin port is no client.
+        host, port = f.envoy.address.split(":")
+        _, fourth = await asyncio.open_connection(host, port)
+        reader, fifth = await asyncio.open_connection(host, port)
+        assert await reader.read() == b"", "closed unheard"
+        assert await asyncio.to_thread(f.envoy.healthy, "routers") == 2
+        f.rig.d.gate.set()
+        for response, data in streams:
+            assert (data + await response.content.read()).endswith(DONE)
+        for writer in (fourth, fifth):
+            writer.close()
+
+
+async def test_without_memory_to_spare_requests_are_refused(tmp_path: Path) -> None:
+    async with front(tmp_path, replaced={"max_heap_size_bytes: 2147483648": "max_heap_size_bytes: 1"}) as f:
+        await until(lambda: _status(f.envoy.address, "/ready") == 503)
 
 
 def _status(address: str, path: str) -> int:
