@@ -48,11 +48,17 @@ async def until_contested(plane: ControlPlane) -> None:
     assert plane.turns._ledger._lines
 
 
-async def test_all_turns_of_one_conversation_get_their_numbers() -> None:
+async def change(plane: ControlPlane, name: str) -> int:
+    """Make a decision on the record that all of these share; returns a number that no other has."""
+    turns = plane.turns
+    return (await turns._ledger.decide(lambda: turns._numbering(key(), [name])))[0][0].turn
+
+
+async def test_all_who_change_one_record_do_so_in_turn() -> None:
     async with running() as (plane, store):
         before = store.asked
-        begun = await asyncio.gather(*(plane.turns.begin(key(), f"r{n}", 0.0) for n in range(AT_ONCE)))
-        assert len({turn.turn for turn in begun}) == AT_ONCE
+        made = await asyncio.gather(*(change(plane, f"r{n}") for n in range(AT_ONCE)))
+        assert len(set(made)) == AT_ONCE
         # One transaction for the first, one in vain and one in turn for each of the others.
         assert store.asked - before <= 2 * AT_ONCE + 2
         assert not plane.turns._ledger._lines
@@ -60,7 +66,7 @@ async def test_all_turns_of_one_conversation_get_their_numbers() -> None:
 
 async def test_those_of_other_conversations_wait_for_nobody() -> None:
     async with running() as (plane, _):
-        busy = [asyncio.create_task(plane.turns.begin(key(), f"r{n}", 0.0)) for n in range(AT_ONCE)]
+        busy = [asyncio.create_task(change(plane, f"r{n}")) for n in range(AT_ONCE)]
         await until_contested(plane)
         await plane.turns.begin(key("other"), "r", 0.0)
         assert sum(task.done() for task in busy) < AT_ONCE // 2
@@ -69,7 +75,7 @@ async def test_those_of_other_conversations_wait_for_nobody() -> None:
 
 async def test_who_leaves_the_line_and_a_store_that_is_away_hold_nobody_up() -> None:
     async with running() as (plane, store):
-        waiting = [asyncio.create_task(plane.turns.begin(key(), f"r{n}", 0.0)) for n in range(AT_ONCE)]
+        waiting = [asyncio.create_task(change(plane, f"r{n}")) for n in range(AT_ONCE)]
         await until_contested(plane)
         for task in waiting[1::3]:
             task.cancel()
