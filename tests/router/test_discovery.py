@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import shutil
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -358,8 +359,13 @@ async def test_the_api_servers_certificate_is_checked(tmp_path: Path) -> None:
         api.put(pod("d0", "10.0.0.1", D))
         async with source(api, tmp_path, ca_file=str(tmp_path / "ca.crt")) as (_, found):
             assert found
-        async with source(api, tmp_path, ca_file=str(tmp_path / "stranger.crt")) as (_, found):
+        stranger = tmp_path / "stranger.crt"
+        async with source(api, tmp_path, ca_file=str(stranger)) as (kubernetes, found):
             assert not found
+            await asyncio.to_thread(shutil.copy, tmp_path / "ca.crt", stranger)
+            for _ in range(3):  # two looks have to find it alike
+                await kubernetes.poll()
+            assert found
     finally:
         await api.stop()
 

@@ -15,7 +15,9 @@ import structlog
 
 from kvplane.router.connections import Connector, read_answer
 from kvplane.router.discovery import Found, OnFound, Roles, merged
+from kvplane.router.reloading import Reloaded
 from kvplane.router.settings import KubernetesSettings, SettingsError, engine_url
+from kvplane.router.tls import ChangingContext, authorities
 
 log = structlog.get_logger("kvplane.router")
 
@@ -59,6 +61,7 @@ class KubernetesSource:
         self._on_found = on_found
         self._backoff_s = backoff_s
         self._session: aiohttp.ClientSession | None = None
+        self._trusted: Reloaded[ssl.SSLContext] | None = None
         self._opening = asyncio.Lock()
         self._namespace = settings.namespace
         self._watched = [
@@ -173,6 +176,8 @@ class KubernetesSource:
     async def _get(self, query: Mapping[str, str]) -> aiohttp.ClientResponse:
         settings = self._settings
         session = await self._opened()
+        if self._trusted is not None:
+            await self._trusted.look()
         # The kubelet renews the token, so it is read each time.
         token = (await asyncio.to_thread(Path(settings.token_file).read_text)).strip()
         response = await session.get(
@@ -201,7 +206,16 @@ class KubernetesSource:
                     self._namespace = (await asyncio.to_thread(file.read_text)).strip()
                 verify: ssl.SSLContext | bool = True
                 if settings.api_url.startswith("https"):
-                    verify = await asyncio.to_thread(ssl.create_default_context, cafile=settings.ca_file)
+                    verify = context = ChangingContext(ssl.PROTOCOL_TLS_CLIENT)
+                    ca_file = settings.ca_file
+                    trusted = Reloaded(
+                        "authority of the API server",
+                        lambda: authorities(ca_file, "--kubernetes-ca-file"),
+                        lambda _: (ca_file,),
+                        on_change=context.use,
+                    )
+                    await trusted.start()
+                    self._trusted = trusted
                 self._session = aiohttp.ClientSession(
                     connector=Connector(ssl=verify),
                     # A watch is silent between bookmarks, which come about once a minute.

@@ -25,6 +25,10 @@ class ChangingContext(ssl.SSLContext):
 
     current: ssl.SSLContext
 
+    def use(self, context: ssl.SSLContext) -> None:
+        """Have connections made with another one from now on."""
+        self.current = context
+
     def wrap_bio(self, *args: Any, **options: Any) -> ssl.SSLObject:
         """See ssl.SSLContext: event loops make connections by this."""
         return self.current.wrap_bio(*args, **options)
@@ -122,6 +126,13 @@ def _load_authorities(context: ssl.SSLContext, path: str, flag: str) -> None:
         context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
 
 
+def authorities(path: str, flag: str) -> ssl.SSLContext:
+    """Return a client's context that trusts a file's authorities alone. Raises FileProblemError. Blocks."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    _load_authorities(context, path, flag)
+    return context
+
+
 class Tls:
     """A context made of files, and what keeps it current.
 
@@ -133,11 +144,8 @@ class Tls:
         protocol = ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT
         self.context = ChangingContext(protocol)
         self.files: Reloaded[ssl.SSLContext] = Reloaded(
-            what, files.context, lambda context: files.paths(), on_change=self._use
+            what, files.context, lambda context: files.paths(), on_change=self.context.use
         )
-
-    def _use(self, context: ssl.SSLContext) -> None:
-        self.context.current = context
 
     async def start(self) -> ssl.SSLContext:
         """Read the files; returns the context. Raises FileProblemError."""

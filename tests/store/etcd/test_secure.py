@@ -193,3 +193,29 @@ async def test_no_user_or_a_wrong_password(
         with pytest.raises(StoreUnavailableError, match="INVALID_ARGUMENT") as caught:
             await call()
         assert "wrong" not in str(caught.value)
+
+
+async def test_a_password_that_is_replaced(start_etcd: StartEtcd, tmp_path: Path) -> None:
+    """The file is read whenever etcd wants the password; what cannot be read leaves the one before."""
+    server = await asyncio.to_thread(start_etcd)
+    await asyncio.to_thread(server.add_user, "kv", PASSWORD, b"/fleet/")
+    await asyncio.to_thread(server.enable_auth, "root's")
+    file = tmp_path / "password"
+    await asyncio.to_thread(file.write_text, "another")
+    url = f"etcd://kv@{server.endpoint}/fleet?password_file={file}&timeout=10"
+    async with await asyncio.to_thread(open_store, url, SystemClock()) as store:
+        with pytest.raises(StoreUnavailableError, match="INVALID_ARGUMENT"):
+            await store.get(b"k")
+        await asyncio.to_thread(file.write_text, PASSWORD)
+        assert await store.get(b"k") is None
+        await asyncio.to_thread(file.unlink)
+        await asyncio.to_thread(server.restart)  # which forgets its tokens
+        assert await store.get(b"k") is None
+        await asyncio.to_thread(file.write_text, "another")
+        await asyncio.to_thread(server.restart)
+        with pytest.raises(StoreUnavailableError, match="INVALID_ARGUMENT"):
+            await store.get(b"k")
+        await asyncio.to_thread(file.write_bytes, b"\xff")
+        with pytest.raises(StoreUnavailableError, match=r"not read again: .*not UTF-8 text") as caught:
+            await store.get(b"k")
+        assert "another" not in str(caught.value)

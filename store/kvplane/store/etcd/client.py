@@ -19,7 +19,9 @@ from kvplane.store.clock import Clock
 from kvplane.store.errors import StoreClosedError, StoreFullError, StoreUnavailableError
 from kvplane.store.etcd.endpoints import Cancel, Endpoint, Endpoints, look_at_result
 from kvplane.store.etcd.methods import ALARM, AUTHENTICATE, RANGE, A, Method, Q
+from kvplane.store.etcd.password import read_password
 from kvplane.store.etcd.settings import EtcdSettings
+from kvplane.store.files import FileError
 
 _NO_SPACE = 1  # alarm
 _CALLS_END_S = 0.02
@@ -69,6 +71,7 @@ class EtcdClient:
         self._calls: set[Cancel] = set()
         self._closed = False
         self._token = ""
+        self._password = settings.password
         self._authenticating: asyncio.Task[None] | None = None
         self._asking_why: asyncio.Task[bool] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -240,8 +243,22 @@ class EtcdClient:
                 raise
 
     async def _authenticate(self, endpoint: Endpoint, timeout_s: float) -> None:
-        request = pb.AuthenticateRequest(name=self._settings.user, password=self._settings.password)
-        self._token = (await self._call(endpoint, AUTHENTICATE, request, timeout_s, None)).token
+        settings, problem = self._settings, ""
+        if settings.password_file:
+            try:
+                self._password = await asyncio.to_thread(read_password, settings.password_file)
+            except FileError as error:
+                problem = str(error)  # the one before may still do
+        request = pb.AuthenticateRequest(name=settings.user, password=self._password)
+        try:
+            self._token = (await self._call(endpoint, AUTHENTICATE, request, timeout_s, None)).token
+        except grpc.aio.AioRpcError as error:
+            if not problem:
+                raise
+            said = f"{error.details()}; the password was not read again: {problem}"
+            raise grpc.aio.AioRpcError(
+                error.code(), error.initial_metadata(), error.trailing_metadata(), said
+            ) from None
 
     async def _out_of_space(self) -> bool:
         try:

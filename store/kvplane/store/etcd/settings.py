@@ -39,7 +39,8 @@ class EtcdTls:
 class EtcdSettings:
     """Endpoints are host:port, IPv6 hosts in brackets. All keys of the store lie below `prefix`.
 
-    `timeout_s` is the deadline of every call, retries of reads included. Raises ValueError.
+    `timeout_s` is the deadline of every call, retries of reads included. With `password_file` it is read
+    again when etcd asks for the password, in place of `password`. Raises ValueError.
     """
 
     endpoints: tuple[str, ...]
@@ -48,6 +49,7 @@ class EtcdSettings:
     tls: EtcdTls | None = None
     user: str = ""
     password: str = field(default="", repr=False)
+    password_file: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.endpoints:

@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import parse_qsl, unquote, unquote_to_bytes
 
 from kvplane.store.errors import StoreUrlError
+from kvplane.store.etcd.password import password_in
 from kvplane.store.etcd.settings import (
     DEFAULT_PREFIX,
     DEFAULT_TIMEOUT_S,
@@ -49,6 +50,7 @@ def etcd_settings(url: str) -> EtcdSettings:
         tls=_tls(options),
         user=user,
         password=_password(options) if user else "",
+        password_file=options["password_file"] if user else "",
     )
 
 
@@ -159,12 +161,9 @@ def _pem(options: Mapping[str, str], name: str) -> bytes | None:
 
 def _password(options: Mapping[str, str]) -> str:
     try:
-        password = _read(options, "password_file").decode().rstrip("\r\n")
-    except UnicodeDecodeError:
-        raise StoreUrlError("etcd:// has a password_file that is not UTF-8 text") from None
-    if not password:
-        raise StoreUrlError("etcd:// has a password_file that is empty")
-    return password
+        return password_in(_read(options, "password_file"))
+    except ValueError as error:
+        raise StoreUrlError(f"etcd:// has a password_file that is {error}") from None
 
 
 def _read(options: Mapping[str, str], name: str) -> bytes:
