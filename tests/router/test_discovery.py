@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import shutil
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
