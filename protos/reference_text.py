@@ -22,7 +22,7 @@ CALLS = """## How to call it
 | ids | 1 to 256 bytes of UTF-8 unless a field says otherwise; a [ConversationKey](#conversationkey) is equal only if all four fields are |
 | time limits | give each call a deadline; a call with a `wait` takes at most 5 s longer |
 | a lost answer | repeat the same call with the same ids: see below |
-| sizes | 16 MiB for a message of a stream, about 1.3 MB for one announcement, 64 KiB for a registration; all limits: [LIMITS.md](LIMITS.md) |
+| sizes | 4 MiB for a message of a stream, about 1.3 MB for one announcement, 64 KiB for a registration; all limits: [LIMITS.md](LIMITS.md) |
 
 **Idempotency.** Every unary call may be repeated, to any replica.
 

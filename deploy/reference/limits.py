@@ -24,6 +24,7 @@ from kvplane.controlplane import (
     turn_streams,
     validate,
 )
+from kvplane.controlplane import connections as connections_of_plane
 from kvplane.controlplane import model as m
 from kvplane.controlplane import turns as plane_turns
 from kvplane.controlplane.upkeep import dump
@@ -52,11 +53,13 @@ deploy.reference.limits`; `make lint` checks that it is fresh. Limits with a fla
 UNLIMITED = """
 ## What is not limited by kvplane
 
-- Connections of one peer to the control plane: gRPC has no such limit. The port is for routers and engines
-  only, which certificates or tokens can enforce; descriptors of the process (`ulimit -n`) bound the rest.
-- Messages on their way to the control plane: gRPC reads them, up to the size above, before it is known who
-  calls. Where tokens alone tell callers apart, whoever reaches the port can fill memory by many large ones
-  at a time; `--grpc-client-ca` keeps out who has no certificate.
+- Connections of one peer to the control plane, as against all: gRPC has no such limit. The port is for
+  routers and engines only; `--grpc-client-ca` keeps out who has no certificate.
+- Messages on their way to the control plane, all together. With an access file of tokens, what strangers send
+  is not read (40 messages of 16 MiB at once by nobody took 490 MiB before, 30 MiB now), but for those of
+  `grpc.health.v1`, which is for everyone: gRPC reads such a message, up to the size above, before it can be
+  refused, so many at a time take about their size in memory. The same goes for everyone where there is
+  neither an access file nor `--grpc-client-ca`, as on loopback. `--grpc-client-ca` is the remedy for both.
 - Connections to the router: one without a request ends after a while (above); requests are bounded in all.
   In front of the open internet, a proxy bounds connections per address.
 - Live engines: each costs a lease that ends within seconds, and some kilobytes.
@@ -74,6 +77,11 @@ def _bytes(count: float) -> str:
     return f"{count:,} bytes"
 
 
+def _connections() -> str:
+    others = connections_of_plane._OTHER_FILES
+    return f"{connections_of_plane.MAX_CONNECTIONS:,}, or `ulimit -n` less {others}"
+
+
 def _option(name: str) -> str:
     return f"{Config.model_fields[name].default:,} (`--{name.replace('_', '-')}`)"
 
@@ -82,6 +90,8 @@ def control_plane() -> list[Row]:
     """Return what it takes from engines and routers."""
     refused, full = "`INVALID_ARGUMENT`", "`RESOURCE_EXHAUSTED`"
     return [
+        ("connections", _connections(), "closed at once"),
+        ("time until a connection is made, TLS included", f"{server.HANDSHAKE_S} s", "closed"),
         ("a message", _bytes(decoding.MAX_REQUEST_BYTES), full),
         ("a registration", _bytes(decoding.MAX_SPEC_BYTES), refused),
         ("elements and fields of a message", f"{decoding._MOST_FIELDS:,}", refused),

@@ -11,6 +11,8 @@ from kvplane.client.model import (
     RequestId,
 )
 from kvplane.client.outbox import MAX_BATCH, Outbox
+from kvplane.client.session import _to_wire
+from kvplane.controlplane.decoding import MAX_REQUEST_BYTES
 
 
 class Time:
@@ -232,6 +234,24 @@ def test_batches_are_bounded_in_number_and_bytes(time: Time) -> None:
     for number in range(8):
         outbox.announce(announcement(f"big{number}", bytes(1 << 20)), expires_at=time.now + 480)
     assert len(outbox.take()[0].announcements) == 2
+
+
+def test_the_largest_message_is_one_that_the_control_plane_takes(time: Time) -> None:
+    """Ids as long as may be, announcements up to the bound and one of the largest more, all else full."""
+    outbox = Outbox(monotonic=time, limit=10_000)
+    names = [RequestId(f"{number:0256}") for number in range(MAX_BATCH)]
+    key = ConversationKey("\u00e9" * 128, "m" * 256, "c" * 256, "a" * 256)
+    for name, params in zip(names, [*[100] * 400, 1_299_992], strict=False):
+        print_ = Fingerprint(64, b"12345678")
+        whole = Announcement(
+            key, name, 1 << 40, 1 << 30, 1 << 30, bytes(params), print_, 0.0, "http://" + "h" * 2041
+        )
+        outbox.announce(whole, expires_at=time.now + 480)
+    batch, _ = outbox.take()
+    assert len(batch.announcements) == 401
+    batch.withdrawals, batch.freed, batch.renewals = names, names, dict.fromkeys(names, 480.123)
+    batch.load = EngineLoad(1)
+    assert 3_500_000 < _to_wire(1 << 40, batch, sent_at_ms=1 << 40).ByteSize() < MAX_REQUEST_BYTES
 
 
 def test_reports_of_freed_blocks_are_bounded(time: Time) -> None:

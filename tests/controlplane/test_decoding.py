@@ -93,8 +93,8 @@ async def test_the_largest_messages_of_engines_and_routers_are_taken(wire: Wire)
     fingerprint = common_pb2.Fingerprint(chunk_tokens=1, chain=bytes(1024 * 1024))
     lookup = location_pb2.LookupLocationRequest(key=wire_key(), fingerprint=fingerprint)
     operation = location_pb2.TurnsOperation(id=1, lookup=lookup)
-    request = location_pb2.TurnsRequest(operations=[operation] * 15)
-    request.operations.extend([location_pb2.TurnsOperation(id=2)] * 1009)
+    request = location_pb2.TurnsRequest(operations=[operation] * 3)
+    request.operations.extend([location_pb2.TurnsOperation(id=2)] * 1021)
     stub: Any = wire.channel.stream_stream(
         "/kvplane.v1.LocationService/Turns",
         request_serializer=location_pb2.TurnsRequest.SerializeToString,
@@ -106,7 +106,7 @@ async def test_the_largest_messages_of_engines_and_routers_are_taken(wire: Wire)
 
     results = [result async for answer in stub(requests(), timeout=30) for result in answer.results]
     assert len(results) == 1024
-    assert sum(result.HasField("lookup") for result in results) == 15
+    assert sum(result.HasField("lookup") for result in results) == 3
 
 
 def test_a_spec_of_the_largest_size_is_received() -> None:

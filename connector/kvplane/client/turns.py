@@ -26,8 +26,8 @@ SILENCE_S = 1.0
 """A stream that owes answers and gives none for so long is left for another, perhaps to another replica."""
 _MAX_OPERATIONS = 1024
 """In one message, as the API has it."""
-_MAX_BYTES = 16 * 1024 * 1024
-"""In one message; a single operation has at most about 1 MB."""
+_MAX_BYTES = 2 * 1024 * 1024
+"""In one message, which may have 4 MiB; a single operation has at most about 1 MB."""
 _log = get_logger("kvplane.turns")
 
 

@@ -132,6 +132,10 @@ class AccessList:
             name: one for one in self.identities if not one.token_sha256 for name in one.certificates
         }
 
+    def has_token(self, token: str) -> bool:
+        """Whether a token is somebody's, "" is nobody's."""
+        return bool(token) and token_digest(token) in self._by_token
+
     def find(self, names: Iterable[str], token: str) -> Identity | None:
         """Return who has a certificate with these names and this token ("" for none), None if nobody.
 

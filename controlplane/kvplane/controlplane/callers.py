@@ -52,10 +52,12 @@ class Caller:
             self._version = self._access.version
             self._identity = self._access.users.find(self._names, self._token)
         if self._identity is None:
-            raise UnknownCallerError(self._problem())
+            raise UnknownCallerError(self.problem)
         return self._identity
 
-    def _problem(self) -> str:
+    @property
+    def problem(self) -> str:
+        """Why it is nobody."""
         if self._token:
             return "the token is nobody's in the access file, or belongs to another certificate"
         if self._names:
@@ -142,6 +144,10 @@ class Access:
 
     def _look(self) -> AccessList | None:
         return load_access(self._path) if self._watched.look() else None
+
+    def knows(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
+        """Whether what comes with a call has somebody's token."""
+        return self.users.has_token(_token(metadata))
 
     def caller(self, context: Any) -> Caller:
         """Return whom a call comes from, whoever that is."""

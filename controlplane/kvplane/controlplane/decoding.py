@@ -13,12 +13,13 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kvplane.controlplane.errors import UnreadableMessageError
+from kvplane.controlplane.gate import Gate
 
-MAX_REQUEST_BYTES = 17 * 1024 * 1024
-"""What is received: 16 MiB, as the protos have it, and some room for how it is framed.
+MAX_REQUEST_BYTES = 4 * 1024 * 1024
+"""What is received; what gRPC elsewhere takes unless told otherwise.
 
 A single announcement has at most 1.3 MB, a prompt 1 MB, all else some kilobytes. Engines of ours send at most
-2 MiB of announcements and one more, with their ids and 1024 of all else 8 MB; routers 16 MiB of operations.
+1.5 MiB of announcements and one more, with 1024 ids of all else 3.7 MB; routers 2 MiB of operations and one.
 """
 MAX_SPEC_BYTES = 64 * 1024
 """Of RegisterEngine: an engine's spec has at most 27 KB."""
@@ -29,10 +30,14 @@ _MOST_FIELDS = 8192
 
 
 class Checked:
-    """A server as generated code sees it, which adds a service to it: with the deserializers from here."""
+    """A server as generated code sees it, which adds a service to it: with the deserializers from here.
 
-    def __init__(self, server: grpc.aio.Server) -> None:
+    With a `gate`, strangers are turned away before that.
+    """
+
+    def __init__(self, server: grpc.aio.Server, gate: Gate | None = None) -> None:
         self._server = server
+        self._gate = gate
 
     def add_generic_rpc_handlers(self, handlers: object) -> None:
         """Do nothing: the same handlers come by name."""
@@ -40,6 +45,9 @@ class Checked:
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         """Serve the methods of a service."""
         checked = {name: _checked(name, handler) for name, handler in handlers.items()}
+        if self._gate is not None:
+            self._server.add_generic_rpc_handlers((self._gate.before(service, checked),))
+            return
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, checked),))
         self._server.add_registered_method_handlers(service, checked)
 

@@ -15,7 +15,7 @@ import structlog
 
 from kvplane.controlplane import traced
 from kvplane.controlplane.callers import CURRENT, Access, Caller
-from kvplane.controlplane.errors import REASON_KEY, status_of
+from kvplane.controlplane.errors import REASON_KEY, UnknownCallerError, status_of
 from kvplane.controlplane.tally import CallTally, Tally
 from kvplane.controlplane.throttle import Throttle
 from kvplane.tracing.context import Tracer
@@ -154,6 +154,16 @@ def _of_callers(method: str, behavior: Callable[..., Any], access: Access, *, st
                 yield answer
 
     return many if answers_many else once
+
+
+def refusing(method: str, access: Access, counted: Counted | None) -> Callable[..., Any]:
+    """Return a handler for callers without anybody's token, which reads nothing of what they send."""
+
+    async def refuse(_requests: Any, context: _Context) -> NoReturn:
+        caller = access.caller(context)
+        raise UnknownCallerError(caller.problem)
+
+    return _unary(method, refuse, counted)
 
 
 def guarded(

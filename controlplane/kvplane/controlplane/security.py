@@ -38,6 +38,11 @@ class Security:
         """Who may call what; None: everyone everything."""
 
     @property
+    def tokens_only(self) -> bool:
+        """Whether callers can be told by nothing but tokens: none has shown a certificate."""
+        return self.access is not None and not (self._tls is not None and self._tls.asks_for_certificates)
+
+    @property
     def follows_files(self) -> bool:
         """Whether there is anything for `follow` to do."""
         return self._tls is not None or self.access is not None

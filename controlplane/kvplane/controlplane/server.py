@@ -17,11 +17,13 @@ from kvplane.controlplane import reflection
 from kvplane.controlplane.attachments import Attachments
 from kvplane.controlplane.availability import Availability
 from kvplane.controlplane.claims import Claims
+from kvplane.controlplane.connections import most_connections
 from kvplane.controlplane.decoding import MAX_REQUEST_BYTES, Checked
 from kvplane.controlplane.engine_service import EngineServicer
 from kvplane.controlplane.engines import EngineRegistry
 from kvplane.controlplane.expiry import Sweeper
 from kvplane.controlplane.fleet_time import FleetTime
+from kvplane.controlplane.gate import Gate
 from kvplane.controlplane.guard import Counted, guarded
 from kvplane.controlplane.holdings import HoldingsCount
 from kvplane.controlplane.ledger import Ledger
@@ -30,11 +32,12 @@ from kvplane.controlplane.locations import Locations
 from kvplane.controlplane.meter import Meter
 from kvplane.controlplane.mirror import Mirror
 from kvplane.controlplane.prefixes import Prefixes
+from kvplane.controlplane.probing import HealthServicer
 from kvplane.controlplane.quotas import Quotas, TenantLimits
 from kvplane.controlplane.rates import OperationRates
 from kvplane.controlplane.releases import Releases
 from kvplane.controlplane.replicas import Replicas
-from kvplane.controlplane.roles import ENGINE_SERVICE, LOCATION_SERVICE, STATUS_SERVICE
+from kvplane.controlplane.roles import ENGINE_SERVICE, HEALTH_SERVICE, LOCATION_SERVICE, STATUS_SERVICE
 from kvplane.controlplane.schema import SchemaError, ensure_schema
 from kvplane.controlplane.security import Security, SecuritySettings, open_security
 from kvplane.controlplane.status import Status
@@ -53,8 +56,10 @@ SERVICES = (ENGINE_SERVICE, LOCATION_SERVICE, STATUS_SERVICE)
 LIVENESS = "liveness"
 """The service by which health finds a process that hangs: SERVING whenever it answers, store or not."""
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
-MAX_CALLS = 4096
+MAX_CALLS = 1024
 """Calls and streams under way on one connection; callers wait with more."""
+HANDSHAKE_S = 30
+"""For so many seconds a connection may be made."""
 _FIRST_READ_S = 3.0
 _RETRY_S = 0.5
 _HEALTH_EVERY_S = 1.0
@@ -196,7 +201,7 @@ class ControlPlaneServer:
         self._counted = None if meter is None else Counted(self.plane.tally, meter.calls)
         self._clock = clock
         self._tasks: list[asyncio.Task[None]] = []
-        self._health = health.aio.HealthServicer()
+        self._health = HealthServicer()
         self._serving: bool | None = None
         self._server: grpc.aio.Server | None = None
         self.port = 0
@@ -215,6 +220,8 @@ class ControlPlaneServer:
         options: list[tuple[str, Any]] = [
             ("grpc.so_reuseport", 0),
             ("grpc.max_concurrent_streams", MAX_CALLS),
+            ("grpc.max_allowed_incoming_connections", most_connections()),
+            ("grpc.server_handshake_timeout_ms", HANDSHAKE_S * 1000),
             ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
             ("grpc.max_send_message_length", MAX_ANSWER_BYTES),
             ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
@@ -225,8 +232,9 @@ class ControlPlaneServer:
         ]
         security = self._security = await open_security(self._security_settings)
         server = self._server = grpc.aio.server(options=options)
-        checked: Any = Checked(server)
         access, counted = security.access, self._counted
+        gate = Gate(access, counted) if access is not None and security.tokens_only else None
+        checked: Any = Checked(server, gate)
         servicer: Any = self.plane.engine_servicer
         engines = guarded(servicer, ENGINE_SERVICE, counted, access=access, streams={"AttachEngine"})
         engine_pb2_grpc.add_EngineServiceServicer_to_server(engines, checked)
@@ -237,7 +245,8 @@ class ControlPlaneServer:
         location_pb2_grpc.add_LocationServiceServicer_to_server(locations, checked)
         status = guarded(self.plane.status_servicer, STATUS_SERVICE, counted, access=access)
         status_pb2_grpc.add_StatusServiceServicer_to_server(status, checked)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        probed: Any = Checked(server)  # by everyone
+        health_pb2_grpc.add_HealthServicer_to_server(guarded(self._health, HEALTH_SERVICE), probed)
         reflection.enable(server, (*SERVICES, health.SERVICE_NAME), access)
         try:
             self.port = security.add_port(server, address)

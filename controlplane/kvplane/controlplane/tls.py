@@ -57,6 +57,11 @@ class ServerTls:
             require_client_authentication=bool(files.client_ca),
         )
 
+    @property
+    def asks_for_certificates(self) -> bool:
+        """Whether who has no certificate cannot connect."""
+        return bool(self._files.client_ca)
+
     def _load(self) -> grpc.ServerCertificateConfiguration:
         files = self._files
         check_pair(files.cert, files.key)
