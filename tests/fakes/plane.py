@@ -130,7 +130,7 @@ class FakePlane:
         return m.MissReason.CLAIMED if location.claimed else location
 
     async def lookup_location(
-        self, key: m.ConversationKey, *, timeout_s: float | None = None
+        self, key: m.ConversationKey, *, timeout_s: float | None = None, turn_group: str = ""
     ) -> m.Location | m.MissReason:
         await self._enter("lookup_location", timeout_s)
         return self._known(key)
@@ -142,6 +142,7 @@ class FakePlane:
         *,
         wait_s: float | None = None,
         timeout_s: float | None = None,
+        turn_group: str = "",
     ) -> m.BegunTurn:
         await self._enter("begin_turn", timeout_s)
         in_flight = self._latest[key] if self._latest[key] > self._over[key] else 0

@@ -77,6 +77,18 @@ def place(turn: AutomaticTurn) -> str:
     return turn.begun.key.conversation_id
 
 
+async def test_each_turn_is_counted_once_however_many_places_are_looked_at() -> None:
+    async with places() as p:
+        await p.announce(await p.begin())
+        assert (await p.begin(Trace("more", "hello"))).begun.location is not None
+        assert (await p.begin()).borrowed
+        assert (await p.begin(Trace("other more", "other"))).begun.location is None
+        p.wire.clock.jump(1.5)
+        counts = (await p.wire.client.get_status()).counts
+        assert counts is not None
+        assert (counts.turns, counts.hits) == (4, 2)
+
+
 async def test_a_place_is_free_again_once_its_turn_has_been_taken_away() -> None:
     async with places() as p:
         for user in range(6):

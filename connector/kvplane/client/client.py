@@ -193,14 +193,16 @@ class ControlPlaneClient:
         *,
         fingerprint: m.Fingerprint | None = None,
         timeout_s: float | None = None,
+        turn_group: str = "",
     ) -> m.Location | m.MissReason:
-        """Return what could be claimed now, taking nothing.
+        """Return what could be claimed now, taking nothing; `turn_group` as in `begin_turn`.
 
         With a `fingerprint` of the prompt the key's conversation_id may be "": it is then found by it.
         """
         request = location_pb2.LookupLocationRequest(
             key=convert.key_to_wire(key),
             fingerprint=convert.fingerprint_to_wire(fingerprint) if fingerprint is not None else None,
+            turn_group=turn_group,
         )
         answer = await _call(
             self._locations.LookupLocation(
@@ -219,8 +221,11 @@ class ControlPlaneClient:
         wait_s: float | None = None,
         fingerprint: m.Fingerprint | None = None,
         timeout_s: float | None = None,
+        turn_group: str = "",
     ) -> m.BegunTurn:
         """Number a turn about to run and tell what is known; `wait_s` None means the server's default.
+
+        Requests with one `turn_group` are counted as one turn.
 
         With a `fingerprint` of the prompt the key's conversation_id may be "": the conversation is then found
         by it, or begun under an id of the control plane's.
@@ -230,6 +235,7 @@ class ControlPlaneClient:
             request_id=request_id,
             wait=convert.duration(wait_s) if wait_s is not None else None,
             fingerprint=convert.fingerprint_to_wire(fingerprint) if fingerprint is not None else None,
+            turn_group=turn_group,
         )
         answer = await _call(
             self._locations.BeginTurn(request, timeout=timeout_s or self._timeout_s, metadata=self._metadata)

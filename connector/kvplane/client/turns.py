@@ -91,12 +91,15 @@ class TurnsStream:
         *,
         fingerprint: m.Fingerprint | None = None,
         timeout_s: float | None = None,
+        turn_group: str = "",
     ) -> m.Location | m.MissReason:
         """See ControlPlaneClient."""
         operation = pb.TurnsOperation(id=self._next_id())
         convert.write_key(operation.lookup.key, key)
         if fingerprint is not None:
             operation.lookup.fingerprint.MergeFrom(convert.fingerprint_to_wire(fingerprint))
+        if turn_group:
+            operation.lookup.turn_group = turn_group
         answer = (await self._ask(operation, timeout_s)).lookup
         if answer.HasField("location"):
             return convert.location_from_wire(answer.location)
@@ -110,6 +113,7 @@ class TurnsStream:
         wait_s: float | None = None,
         fingerprint: m.Fingerprint | None = None,
         timeout_s: float | None = None,
+        turn_group: str = "",
     ) -> m.BegunTurn:
         """See ControlPlaneClient."""
         operation = pb.TurnsOperation(id=self._next_id())
@@ -120,6 +124,8 @@ class TurnsStream:
             convert.write_duration(begin.wait, wait_s)
         if fingerprint is not None:
             begin.fingerprint.MergeFrom(convert.fingerprint_to_wire(fingerprint))
+        if turn_group:
+            begin.turn_group = turn_group
         return convert.begun_from_wire((await self._ask(operation, timeout_s)).begin_turn, key)
 
     async def claim_location(

@@ -98,7 +98,7 @@ class Ledger:
     """
 
     def __init__(self, store: Store, clock: FleetTime, mirror: Mirror, tally: Tally | None = None) -> None:
-        self.tally = tally or Tally()
+        self.tally = tally or Tally(clock.monotonic)
         self.store = store
         self.clock = clock
         self.mirror = mirror

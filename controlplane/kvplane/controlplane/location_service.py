@@ -18,8 +18,9 @@ from kvplane.controlplane.paging import decode_token, encode_token
 from kvplane.controlplane.places import Places
 from kvplane.controlplane.rates import OperationRates
 from kvplane.controlplane.releases import Releases
-from kvplane.controlplane.tally import HIT, CallTally
+from kvplane.controlplane.tally import CallTally
 from kvplane.controlplane.touches import Touches
+from kvplane.controlplane.turn_groups import HIT
 from kvplane.controlplane.turn_streams import multiplexed
 from kvplane.controlplane.turns import BegunTurn, Turns
 from kvplane.store.base import Event
@@ -127,6 +128,7 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
     async def perform_lookup(self, request: location_pb2.LookupLocationRequest) -> m.Found | m.MissReason:
         """Validate and perform LookupLocation."""
         by_fingerprint = _by_fingerprint(request)
+        group = validate.text("turn_group", request.turn_group, optional=True)
         if self._rates is not None:
             self._rates.take(request.key.tenant_id)
         if by_fingerprint:
@@ -136,7 +138,12 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
             known = self._locations.lookup_prefix(scope, fingerprint)
         else:
             known = self._locations.lookup(convert.key_in(request.key))
-        self._tally.lookups[known if isinstance(known, m.MissReason) else HIT] += 1
+        if isinstance(known, m.MissReason):
+            self._tally.lookups[known] += 1
+        else:
+            self._tally.lookups[HIT] += 1
+            if group:
+                self._tally.groups.found(group)
         return known
 
     async def _in_turn(self) -> None:
@@ -147,6 +154,7 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
     async def perform_begin(self, request: location_pb2.BeginTurnRequest) -> BegunTurn:
         """Validate and perform BeginTurn."""
         by_fingerprint = _by_fingerprint(request)
+        group = validate.text("turn_group", request.turn_group, optional=True)
         request_id = validate.text("request_id", request.request_id)
         wait_s = validate.wait(request.wait) if request.HasField("wait") else None
         if self._rates is not None:
@@ -156,7 +164,12 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
             await self._in_turn()
         begun = await self._turns.begin(convert.key_in(request.key), request_id, wait_s, fingerprint)
         known = begun.known
-        self._tally.begun[known if isinstance(known, m.MissReason) else HIT] += 1
+        if not group:
+            self._tally.begun[known if isinstance(known, m.MissReason) else HIT] += 1
+        elif isinstance(known, m.MissReason):
+            self._tally.groups.missed(group, known)
+        else:
+            self._tally.groups.found(group)
         return begun
 
     async def perform_claim(self, request: location_pb2.ClaimLocationRequest) -> m.Claim | m.MissReason:

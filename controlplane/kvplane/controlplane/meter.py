@@ -65,7 +65,7 @@ class Meter:
         """Calls of the store by method and how they went."""
         self.store_took: dict[str, Histogram] = {}
         """How long those took by method, whatever came of them; of watches nothing."""
-        self.tally = Tally()
+        self.tally = Tally(clock.monotonic)
         """All else that is counted, once it follows a control plane; likewise the next three."""
         self.mirror: Mirror | None = None
         self.books: RetentionBooks | None = None

@@ -229,7 +229,8 @@ class ControlPlaneMetrics(Collector):
 
     def _conversations(self) -> Iterator[tuple[str, Samples]]:
         tally, misses = self._meter.tally, [reason.name.lower() for reason in m.MissReason]
-        for name, counts in (("lookups", tally.lookups), ("turns", tally.begun), ("claims", tally.claims)):
+        begun = tally.groups.as_of_now()
+        for name, counts in (("lookups", tally.lookups), ("turns", begun), ("claims", tally.claims)):
             yield name, zip(((outcome,) for outcome in ["hit", *misses]), counts, strict=True)
         yield "announcements", _numbered(m.AnnounceOutcome, tally.announcements)
         yield "releases", _numbered(m.ReleaseOutcome, tally.releases)

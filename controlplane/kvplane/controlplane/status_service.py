@@ -7,7 +7,8 @@ from typing import Any
 from kvplane.controlplane import convert
 from kvplane.controlplane import model as m
 from kvplane.controlplane.status import Status, StoreStatus
-from kvplane.controlplane.tally import HIT, Tally
+from kvplane.controlplane.tally import Tally
+from kvplane.controlplane.turn_groups import HIT
 from kvplane.v1 import status_pb2, status_pb2_grpc
 
 
@@ -39,9 +40,10 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
 
 
 def _count(wire: status_pb2.PlaneCounts, tally: Tally) -> None:
-    wire.turns, wire.hits = sum(tally.begun), tally.begun[HIT]
+    begun = tally.groups.as_of_now()
+    wire.turns, wire.hits = sum(begun), begun[HIT]
     for reason in m.MissReason:
-        if number := tally.begun[reason]:
+        if number := begun[reason]:
             wire.misses[reason.name.lower()] = number
     wire.claims, wire.claims_missed = tally.claims[HIT], sum(tally.claims) - tally.claims[HIT]
     wire.announcements = tally.announcements[m.AnnounceOutcome.ACCEPTED]

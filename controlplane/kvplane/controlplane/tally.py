@@ -13,6 +13,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from kvplane.controlplane import model as m
+from kvplane.controlplane.turn_groups import TurnGroups
 
 QUICK_S = (
     0.00005,
@@ -36,9 +37,6 @@ QUICK_S = (
 """Upper bounds, in seconds, for what usually takes microseconds."""
 AGES_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 45.0, 60.0, 120.0)
 """Upper bounds, in seconds, for how long claims are open."""
-
-HIT = 0
-"""In counts by MissReason, whose numbers begin with 1: nothing was missed."""
 
 LOCATION_ENDS = (
     "claimed",
@@ -144,13 +142,15 @@ class Books(Protocol):
 
 
 class Tally:
-    """All counts of one replica."""
+    """All counts of one replica. `now` reads seconds; by default it is always 0."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = float) -> None:
         kinds = max(m.MissReason) + 1
         self.lookups = [0] * kinds
         """LookupLocation by MissReason, HIT for what was found; the next two likewise."""
         self.begun = [0] * kinds
+        self.groups = TurnGroups(self.begun, now)
+        """Turns that are begun in several places; who reads `begun` asks these for it."""
         self.claims = [0] * kinds
         self.announcements = [0] * (max(m.AnnounceOutcome) + 1)
         self.releases = [0] * (max(m.ReleaseOutcome) + 1)

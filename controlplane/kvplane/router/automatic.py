@@ -8,6 +8,7 @@ ended as soon as there is nothing left to find.
 from __future__ import annotations
 
 import asyncio
+import uuid
 from dataclasses import dataclass, replace
 
 from kvplane.client.model import BegunTurn, ConversationKey, Location, MissReason
@@ -35,10 +36,11 @@ async def begin(plane: Plane, key: ConversationKey, trace: Trace, wait_s: float)
     Two exchanges with the control plane, for what has not been said before; more where several turns have
     the same name.
     """
+    group = uuid.uuid4().hex
     if trace.before is None or trace.before == trace.own:
-        return await _begin_own(plane, key, trace)
+        return await _begin_own(plane, key, trace, group)
     own, found = await asyncio.gather(
-        _begin_own(plane, key, trace), _begin_after(plane, key, trace.before, wait_s)
+        _begin_own(plane, key, trace, group), _begin_after(plane, key, trace.before, wait_s, group)
     )
     if own is None or found is None:
         return None
@@ -69,21 +71,21 @@ def _at(key: ConversationKey, name: str, place: int) -> ConversationKey:
     return replace(key, conversation_id=Trace.at(name, place))
 
 
-async def _begin_own(plane: Plane, key: ConversationKey, trace: Trace) -> AutomaticTurn | None:
+async def _begin_own(plane: Plane, key: ConversationKey, trace: Trace, group: str) -> AutomaticTurn | None:
     """Begin the turn at the first place that nobody has; what is at the others may be borrowed."""
     borrowed: Location | None = None
     place = 0
     while True:
         at = _at(key, trace.own, place)
         place += 1
-        known = await plane.lookup(at)
+        known = await plane.lookup(at, group=group)
         if known is None:
             return None
         if isinstance(known, Location):
             borrowed = borrowed or known
             if place < PLACES:
                 continue
-        begun = await plane.begin_turn(at, wait_s=0.0)
+        begun = await plane.begin_turn(at, wait_s=0.0, group=group)
         if begun is None:
             return None
         borrowed = borrowed or begun.location
@@ -95,15 +97,17 @@ async def _begin_own(plane: Plane, key: ConversationKey, trace: Trace) -> Automa
     return AutomaticTurn(replace(begun, location=borrowed, miss=None), borrowed.key, borrowed=True)
 
 
-async def _begin_after(plane: Plane, key: ConversationKey, name: str, wait_s: float) -> BegunTurn | None:
+async def _begin_after(
+    plane: Plane, key: ConversationKey, name: str, wait_s: float, group: str
+) -> BegunTurn | None:
     """Find the turn before at one of its places; the first one's answer if there is nothing."""
     first: BegunTurn | None = None
     for place in range(PLACES):
-        begun = await plane.begin_turn(_at(key, name, place), wait_s=0.0)
+        begun = await plane.begin_turn(_at(key, name, place), wait_s=0.0, group=group)
         if begun is None:
             return None
         if begun.miss is MissReason.TURN_IN_FLIGHT:
-            begun = await _when_announced(plane, begun, wait_s)
+            begun = await _when_announced(plane, begun, wait_s, group)
         if begun.location is not None:
             return begun
         if begun.turn and begun.miss is not MissReason.TURN_IN_FLIGHT:
@@ -114,11 +118,11 @@ async def _begin_after(plane: Plane, key: ConversationKey, name: str, wait_s: fl
     return first
 
 
-async def _when_announced(plane: Plane, begun: BegunTurn, wait_s: float) -> BegunTurn:
+async def _when_announced(plane: Plane, begun: BegunTurn, wait_s: float, group: str) -> BegunTurn:
     """Wait for a turn that is still in flight, or for another that came from it too, which nobody awaits."""
     for _ in range(_LOOKS):
         await asyncio.sleep(wait_s / _LOOKS)
-        answer = await plane.lookup(begun.key)
+        answer = await plane.lookup(begun.key, group=group)
         if isinstance(answer, Location):
             return replace(begun, location=answer, miss=None)
         if answer is not MissReason.TURN_IN_FLIGHT and answer is not MissReason.UNKNOWN_CONVERSATION:

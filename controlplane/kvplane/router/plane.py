@@ -46,7 +46,7 @@ class TurnsClient(Protocol):
     """What the router asks for each turn: of kvplane.client's TurnsStream or ControlPlaneClient."""
 
     async def lookup_location(
-        self, key: ConversationKey, *, timeout_s: float | None = None
+        self, key: ConversationKey, *, timeout_s: float | None = None, turn_group: str = ""
     ) -> Location | MissReason:
         """See ControlPlaneClient."""
 
@@ -57,6 +57,7 @@ class TurnsClient(Protocol):
         *,
         wait_s: float | None = None,
         timeout_s: float | None = None,
+        turn_group: str = "",
     ) -> BegunTurn:
         """See ControlPlaneClient."""
 
@@ -132,24 +133,29 @@ class Plane:
         """False while the breaker is open."""
         return not self._open
 
-    async def begin_turn(self, key: ConversationKey, *, wait_s: float | None = None) -> BegunTurn | None:
+    async def begin_turn(
+        self, key: ConversationKey, *, wait_s: float | None = None, group: str = ""
+    ) -> BegunTurn | None:
         """Number a turn and learn what is known, after a wait for one in flight.
 
-        Where the tenant asks for more than it may, it gets no number: `turn` is 0.
+        All that is asked for one turn, in a `group` of its own, is counted as one turn there. Where the
+        tenant asks for more than it may, it gets no number: `turn` is 0.
         """
         call = self._turns.begin_turn
         wait = self._wait_s if wait_s is None else wait_s
         return await self._ask(
             "begin_turn",
-            lambda: call(key, uuid.uuid4().hex, wait_s=wait, timeout_s=self._timeout_s + wait),
+            lambda: call(
+                key, uuid.uuid4().hex, wait_s=wait, timeout_s=self._timeout_s + wait, turn_group=group
+            ),
             limited=BegunTurn(0, None, MissReason.QUOTA, key),
         )
 
-    async def lookup(self, key: ConversationKey) -> Location | MissReason | None:
-        """Learn what is known without beginning a turn."""
+    async def lookup(self, key: ConversationKey, *, group: str = "") -> Location | MissReason | None:
+        """Learn what is known without beginning a turn; `group` as in `begin_turn`."""
         return await self._ask(
             "lookup_location",
-            lambda: self._turns.lookup_location(key, timeout_s=self._timeout_s),
+            lambda: self._turns.lookup_location(key, timeout_s=self._timeout_s, turn_group=group),
             limited=MissReason.QUOTA,
         )
 

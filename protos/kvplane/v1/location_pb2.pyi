@@ -34,12 +34,14 @@ class AnnounceLocationResponse(_message.Message):
     def __init__(self, result: _Optional[_Union[_common_pb2.AnnouncementResult, _Mapping]] = ...) -> None: ...
 
 class LookupLocationRequest(_message.Message):
-    __slots__ = ("key", "fingerprint")
+    __slots__ = ("key", "fingerprint", "turn_group")
     KEY_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TURN_GROUP_FIELD_NUMBER: _ClassVar[int]
     key: _common_pb2.ConversationKey
     fingerprint: _common_pb2.Fingerprint
-    def __init__(self, key: _Optional[_Union[_common_pb2.ConversationKey, _Mapping]] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ...) -> None: ...
+    turn_group: str
+    def __init__(self, key: _Optional[_Union[_common_pb2.ConversationKey, _Mapping]] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., turn_group: _Optional[str] = ...) -> None: ...
 
 class LookupLocationResponse(_message.Message):
     __slots__ = ("location", "miss_reason")
@@ -50,16 +52,18 @@ class LookupLocationResponse(_message.Message):
     def __init__(self, location: _Optional[_Union[_common_pb2.Location, _Mapping]] = ..., miss_reason: _Optional[_Union[_common_pb2.MissReason, str]] = ...) -> None: ...
 
 class BeginTurnRequest(_message.Message):
-    __slots__ = ("key", "request_id", "wait", "fingerprint")
+    __slots__ = ("key", "request_id", "wait", "fingerprint", "turn_group")
     KEY_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TURN_GROUP_FIELD_NUMBER: _ClassVar[int]
     key: _common_pb2.ConversationKey
     request_id: str
     wait: _duration_pb2.Duration
     fingerprint: _common_pb2.Fingerprint
-    def __init__(self, key: _Optional[_Union[_common_pb2.ConversationKey, _Mapping]] = ..., request_id: _Optional[str] = ..., wait: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ...) -> None: ...
+    turn_group: str
+    def __init__(self, key: _Optional[_Union[_common_pb2.ConversationKey, _Mapping]] = ..., request_id: _Optional[str] = ..., wait: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., turn_group: _Optional[str] = ...) -> None: ...
 
 class BeginTurnResponse(_message.Message):
     __slots__ = ("turn", "location", "miss_reason", "key", "turn_index", "idle", "last_lease_class")

@@ -33,6 +33,7 @@ class PlaneClient:
         *,
         wait_s: float | None = None,
         timeout_s: float | None = None,
+        turn_group: str = "",
     ) -> c.BegunTurn:
         """See ControlPlaneClient."""
         turns = self._planes.choose().plane.turns
@@ -52,7 +53,7 @@ class PlaneClient:
         )
 
     async def lookup_location(
-        self, key: c.ConversationKey, *, timeout_s: float | None = None
+        self, key: c.ConversationKey, *, timeout_s: float | None = None, turn_group: str = ""
     ) -> c.Location | c.MissReason:
         """See ControlPlaneClient."""
         known = self._planes.choose().plane.locations.lookup(_key(key))
