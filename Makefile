@@ -26,11 +26,14 @@ help:
 demo: venv vllm
 	@$(BIN)/python -m deploy.demo.demo $(DEMO_ARGS)
 
-test: lint test-fast test-robustness vllm
+# vLLM is installed while the fast tests run.
+test: lint
+	@$(MAKE) --no-print-directory -j2 test-fast vllm
+	@$(MAKE) --no-print-directory test-robustness
 	$(PYTEST) -m vllm --durations=15
 
 test-fast: venv promtool
-	$(PYTEST) -m "not vllm and not robustness"
+	$(PYTEST) -n 2 --dist worksteal -m "not vllm and not robustness"
 
 test-robustness: venv
 	$(PYTEST) -m robustness

@@ -28,7 +28,7 @@ async def start(*arguments: str) -> asyncio.subprocess.Process:
 async def event(process: asyncio.subprocess.Process, name: str) -> dict[str, object]:
     """Read the log up to an event."""
     assert process.stderr is not None
-    while line := await asyncio.wait_for(process.stderr.readline(), 30):
+    while line := await asyncio.wait_for(process.stderr.readline(), 120):
         entry: dict[str, object] = json.loads(line)
         if entry["event"] == name:
             return entry
@@ -37,7 +37,7 @@ async def event(process: asyncio.subprocess.Process, name: str) -> dict[str, obj
 
 async def refused(*arguments: str) -> str:
     process = await start(*arguments)
-    _, said = await asyncio.wait_for(process.communicate(), 30)
+    _, said = await asyncio.wait_for(process.communicate(), 120)
     assert process.returncode == 2
     assert b"Traceback" not in said
     return said.decode().splitlines()[-1]
@@ -50,7 +50,7 @@ async def test_serve_serves_and_stops_on_sigterm() -> None:
         await client.register_engine(EngineSpec(EngineId("d"), EngineRole.DECODE))
         assert [engine.spec.engine_id for engine in await client.list_engines()] == ["d"]
     process.send_signal(signal.SIGTERM)
-    await asyncio.wait_for(process.communicate(), 30)
+    await asyncio.wait_for(process.communicate(), 120)
     assert process.returncode == 0
 
 
@@ -59,7 +59,7 @@ async def test_up_runs_both_and_stops_on_sigint() -> None:
     ready = await event(process, "ready")
     assert str(ready["http"]).startswith("http://127.0.0.1:")
     process.send_signal(signal.SIGINT)
-    await asyncio.wait_for(process.communicate(), 30)
+    await asyncio.wait_for(process.communicate(), 120)
     assert process.returncode == 0
 
 
@@ -101,7 +101,7 @@ async def test_up_without_engines_says_how_they_are_found() -> None:
     process = await start("up", "--port", "0", "--grpc-port", "0")
     assert "kvplane_endpoint" in str((await event(process, "engines_not_named"))["remedy"])
     process.send_signal(signal.SIGTERM)
-    await asyncio.wait_for(process.communicate(), 30)
+    await asyncio.wait_for(process.communicate(), 120)
 
 
 async def test_config_show_shows_no_password() -> None:
@@ -111,7 +111,7 @@ async def test_config_show_shows_no_password() -> None:
         env={**os.environ, "KVPLANE_STORE": "etcd://u:secret@h1:1,h2:2/p"},
         stdout=asyncio.subprocess.PIPE,
     )
-    said, _ = await asyncio.wait_for(process.communicate(), 30)
+    said, _ = await asyncio.wait_for(process.communicate(), 120)
     assert b'store = "etcd://u:***@h1:1,h2:2/p"' in said
     assert b"secret" not in said
 

@@ -90,7 +90,7 @@ async def test_watching(call: str, plane: Plane) -> None:
     assert process.stdout is not None
     epoch = (await plane.client.list_engines())[0].engine_epoch
     seen = ""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while "LOCATION_EVENT_TYPE_RETAINED" not in seen:
             # It says nothing of when it has begun to watch: so there is more to see until it does.
             await plane.retain(epoch, key("ticket-4711", model="qwen"), "decode-0")

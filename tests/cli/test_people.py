@@ -119,7 +119,7 @@ async def test_watching_shows_what_is_there_and_what_changes(plane: Plane) -> No
 
     async def event() -> tuple[str, str]:
         assert process.stdout is not None
-        said = json.loads(await asyncio.wait_for(process.stdout.readline(), 30))
+        said = json.loads(await asyncio.wait_for(process.stdout.readline(), 120))
         return said["event"], said["conversation_id"]
 
     assert await event() == ("retained", "first")
@@ -129,7 +129,7 @@ async def test_watching_shows_what_is_there_and_what_changes(plane: Plane) -> No
     await plane.client.end_conversation(key("first"))
     assert await event() == ("gone", "first")
     process.send_signal(signal.SIGINT)
-    await asyncio.wait_for(process.communicate(), 30)
+    await asyncio.wait_for(process.communicate(), 120)
     assert process.returncode == 0
 
 
@@ -149,17 +149,17 @@ async def test_watching_goes_on_when_the_control_plane_is_back() -> None:
                 plane = Plane(client, port)
                 epoch = await plane.engine("d")
                 await plane.retain(epoch, key("first"))
-                assert b'"first"' in await asyncio.wait_for(process.stdout.readline(), 30)
-        told = await asyncio.wait_for(process.stderr.readline(), 30)
+                assert b'"first"' in await asyncio.wait_for(process.stdout.readline(), 120)
+        told = await asyncio.wait_for(process.stderr.readline(), 120)
         assert b"does not answer" in told
         async with ControlPlaneServer(store, clock) as server:
             await server.start(f"127.0.0.1:{port}")
             async with ControlPlaneClient(f"127.0.0.1:{port}", timeout_s=10) as client:
                 plane.client = client
                 await plane.retain(epoch, key("second"))
-                assert b'"second"' in await asyncio.wait_for(process.stdout.readline(), 30)
+                assert b'"second"' in await asyncio.wait_for(process.stdout.readline(), 120)
             process.send_signal(signal.SIGINT)
-            await asyncio.wait_for(process.communicate(), 30)
+            await asyncio.wait_for(process.communicate(), 120)
     assert process.returncode == 0
 
 
@@ -235,10 +235,10 @@ async def test_draining_waits_for_claims(plane: Plane) -> None:
         stderr=asyncio.subprocess.PIPE,
     )
     assert waiting.stderr is not None
-    told = await asyncio.wait_for(waiting.stderr.readline(), 30)
+    told = await asyncio.wait_for(waiting.stderr.readline(), 120)
     assert told == b"draining: 1 open claim, 0 conversations kept; claims end within 40s\n"
     await plane.client.finish_claim(claim.claim_id, "o")
-    said, told = await asyncio.wait_for(waiting.communicate(), 30)
+    said, told = await asyncio.wait_for(waiting.communicate(), 120)
     assert (waiting.returncode, said.split(b":")[0], told) == (0, b"drained", b"")
 
 

@@ -54,7 +54,7 @@ class Fleet:
         def found() -> list[dict[str, object]]:
             return [entry for entry in self.log if entry["event"] == name]
 
-        async with asyncio.timeout(30), self._came:
+        async with asyncio.timeout(120), self._came:
             await self._came.wait_for(lambda: len(found()) >= times)
         return found()
 
@@ -90,7 +90,7 @@ async def fleet(*arguments: str) -> AsyncIterator[Fleet]:
     finally:
         if process.returncode is None:
             process.terminate()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await process.wait()
             await reading
             assert process.stdout is not None
@@ -150,7 +150,7 @@ async def test_streams_finish_when_the_parent_is_told_to_stop() -> None:
             router.process.send_signal(signal.SIGTERM)
             rest = await response.content.read()
         assert (first + rest).rstrip().endswith(b"data: [DONE]")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             assert await router.process.wait() == 0
         assert not [entry for entry in router.log if entry["event"] in ("worker_died", "worker_killed")]
 
@@ -170,7 +170,7 @@ async def test_up_runs_workers_beside_its_control_plane() -> None:
         async with aiohttp.ClientSession() as http, http.get(f"{ready['http']}/ready") as response:
             assert (await response.json())["control_plane"] == "up"
         process.terminate()
-        await asyncio.wait_for(process.communicate(), 30)
+        await asyncio.wait_for(process.communicate(), 120)
         assert process.returncode == 0
 
 

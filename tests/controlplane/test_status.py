@@ -66,7 +66,7 @@ async def test_replicas_of_one_etcd_know_each_other(etcd_server: EtcdServer) -> 
         await one.start("127.0.0.1:0")
         port = await other.start("127.0.0.1:0")
         async with ControlPlaneClient(f"127.0.0.1:{port}", timeout_s=10) as client:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 while len((status := await client.get_status()).replicas) < 2:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
     assert status.store.shared

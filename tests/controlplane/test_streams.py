@@ -200,7 +200,7 @@ async def test_a_stream_that_ends_leaves_nothing_behind(wire: Wire, how: str) ->
         await asyncio.sleep(0.2)
         attached.cancel()
     await asyncio.gather(attached, return_exceptions=how == "caller_is_cancelled")
-    await asyncio.wait_for(stopped.wait(), 10)
+    await asyncio.wait_for(stopped.wait(), 60)
     del attached
     for _ in range(3):
         gc.collect()

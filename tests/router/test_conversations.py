@@ -112,11 +112,11 @@ async def test_without_an_answer_of_the_control_plane_nothing_is_claimed_to_be_o
 
 
 async def test_a_touch_is_bounded_as_other_requests_are() -> None:
-    async with rig(body_timeout_s=0.1, max_body_bytes=1000) as r:
+    async with rig(body_timeout_s=0.5, max_body_bytes=1000) as r:
         reader, writer = await asyncio.open_connection("127.0.0.1", r.router.port)
         head = b"POST /v1/conversations/c1/touch HTTP/1.1\r\nHost: r\r\nContent-Length: 100\r\n\r\n{"
         writer.write(head)
-        assert (await asyncio.wait_for(reader.readline(), 10)).startswith(b"HTTP/1.1 408 ")
+        assert (await asyncio.wait_for(reader.readline(), 60)).startswith(b"HTTP/1.1 408 ")
         writer.close()
         status, answer = await touch(r, b" " * 70_000)
         assert (status, "larger than 1000 bytes" in answer["error"]["message"]) == (413, True)

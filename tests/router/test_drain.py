@@ -39,7 +39,7 @@ def engine_at(r: Rig, engine: FakeEngine) -> bool:
 @pytest.mark.parametrize("same_id", [True, False])
 async def test_case_39_an_engine_killed_and_back_on_its_address(same_id: bool) -> None:
     decode = [EngineConfig(EngineRole.DECODE, announces_endpoint=True)] * 2
-    async with rig(decode=decode, poll_interval_s=0.02, probe_interval_s=0.05) as r, asyncio.timeout(20):
+    async with rig(decode=decode, poll_interval_s=0.02, probe_interval_s=0.05) as r, asyncio.timeout(60):
         for index in range(6):
             await r.say(long_text(100), f"c{index}")
         killed = r.d
@@ -146,11 +146,11 @@ async def test_case_40_a_router_told_to_stop_during_a_claim_finishes_the_turn() 
 
 
 async def test_a_stream_that_outlasts_the_drain_is_cut_then_and_not_after_twice_the_time() -> None:
-    async with rig(drain_timeout_s=2.0) as r:
+    async with rig(drain_timeout_s=5.0) as r:
         r.d.gate.clear()
         task = asyncio.create_task(stream(r, chat("hello")))
         await until(lambda: r.d.requests)
-        async with asyncio.timeout(3.5):
+        async with asyncio.timeout(9.5):
             await r.router.stop()
         assert await task in [(200, False), (0, False)]
 
@@ -161,7 +161,7 @@ async def test_case_40_a_drain_during_a_prefill_that_hangs_is_bounded() -> None:
         r.p.faults.append("hang")
         task = asyncio.create_task(r.post(chat("next"), path="pull"))
         await until(lambda: len(r.p.requests) == 2)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await r.router.stop()
         with pytest.raises(aiohttp.ClientError):
             await task
@@ -169,7 +169,7 @@ async def test_case_40_a_drain_during_a_prefill_that_hangs_is_bounded() -> None:
 
 
 async def test_case_40_for_a_while_a_router_that_stops_says_so_and_goes_on() -> None:
-    async with rig(drain_grace_s=0.5) as r:
+    async with rig(drain_grace_s=3.0) as r:
         stopping = asyncio.create_task(r.router.stop())
         await asyncio.sleep(0.05)
         async with r.http.get(r.url + "/ready") as response:
@@ -235,7 +235,7 @@ async def test_a_prefill_engine_that_dies_is_replaced_by_another_then_by_decode(
 
 
 async def test_a_control_plane_that_goes_away_takes_no_stream_along() -> None:
-    async with rig(plane_timeout_s=0.05) as r:
+    async with rig() as r:
         r.d.gate.clear()
         task = asyncio.create_task(stream(r, chat("hello")))
         await until(lambda: r.d.requests)

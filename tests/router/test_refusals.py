@@ -21,7 +21,7 @@ async def exchange(r: Rig, head: str, body: bytes = b"") -> tuple[int, dict[str,
     reader, writer = await asyncio.open_connection("127.0.0.1", r.router.port)
     lines = f"{head}\r\nHost: r\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
     writer.write(lines.encode() + body)
-    said = await asyncio.wait_for(reader.read(), 10)
+    said = await asyncio.wait_for(reader.read(), 60)
     writer.close()
     top, _, rest = said.partition(b"\r\n\r\n")
     first, *others = top.decode().split("\r\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import re
@@ -191,9 +192,11 @@ def test_a_long_event_passes_if_there_is_nothing_in_it(end: bytes, size: int) ->
 @pytest.mark.parametrize("name", [b"kv_transfer_params", rb"kv\u005ftransfer_params"])
 async def test_a_long_event_that_holds_params_ends_its_stream(name: bytes) -> None:
     raw = LONG + b', "' + name + b'": {"remote_host": "10.0.0.1"}}\n\n'
+    begun = StreamGuard(ChatCompletions())
+    before = begun.passed(raw[: 9 << 19])
+    assert not re.search(rb"transfer_p|u005f", before)
     for cut in range(len(LONG) - 2, len(LONG) + 30):
-        guard = StreamGuard(ChatCompletions())
-        passed = [guard.passed(raw[: 9 << 19])]
+        guard, passed = copy.deepcopy(begun), [before[-100:]]
         with pytest.raises(UnreadableEventError):
             passed += [guard.passed(raw[9 << 19 : cut]), guard.passed(raw[cut:])]
         assert not re.search(rb"transfer_p|u005f", b"".join(passed))

@@ -199,13 +199,15 @@ async def test_an_engine_that_is_taken_out_and_put_back(place: Place) -> None:
         out = ACCESS.replace("spiffe://kv.example/decode", "spiffe://kv.example/nobody")
         with capture_logs() as logs:
             await asyncio.to_thread(place.access.write_text, out)
-            await until(lambda: not fleet.d.attached, 20)
-            await until(lambda: any("spiffe://kv.example/decode" in e.get("error", "") for e in logs), 20)
+            await until(lambda: not fleet.d.attached)
+            await until(lambda: any("spiffe://kv.example/decode" in e.get("error", "") for e in logs))
             await asyncio.to_thread(place.access.write_text, ACCESS)
-            await until(lambda: fleet.d.attached, 20)
+            await until(lambda: fleet.d.attached)
         refused = [e for e in logs if e["event"] == "control_plane_refused"]
-        # gRPC's client may tell "Internal error from Core" where it is refused before it has written.
-        assert len([e for e in refused if "Core" not in e["error"]]) == 1, refused
+        # gRPC's client may tell "Internal error from Core" where it is refused before it has written; the
+        # reason is then told again, as after any other.
+        known = ["Core" not in entry["error"] for entry in refused]
+        assert 1 <= known.count(True) <= 1 + known.count(False), refused
     finally:
         await fleet.stop()
 
@@ -251,7 +253,7 @@ async def run(*arguments: str) -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(
         *PROGRAM, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
-    out, err = await asyncio.wait_for(process.communicate(), 30)
+    out, err = await asyncio.wait_for(process.communicate(), 120)
     assert b"Traceback" not in err
     return process.returncode or 0, out.decode(), err.decode()
 
@@ -269,10 +271,10 @@ async def test_commands_show_who_they_are(place: Place) -> None:
     events = list[dict[str, Any]]()
     try:
         while not events or events[-1]["event"] != "control_plane_started":
-            events.append(json.loads(await asyncio.wait_for(process.stderr.readline(), 30)))
+            events.append(json.loads(await asyncio.wait_for(process.stderr.readline(), 120)))
         assert events[-1]["tls"] == "mutual"
         assert "listening_beyond_loopback" not in [entry["event"] for entry in events]
-        at = ("--plane", f"127.0.0.1:{events[-1]['port']}", "--timeout", "5")
+        at = ("--plane", f"127.0.0.1:{events[-1]['port']}", "--timeout", "60")
         (ops, stranger, bare), absent = (
             await asyncio.gather(
                 run("engines", *at, "--output", "json", *place.options("admin")),
@@ -283,7 +285,7 @@ async def test_commands_show_who_they_are(place: Place) -> None:
         )
     finally:
         process.terminate()
-        await asyncio.wait_for(process.wait(), 30)
+        await asyncio.wait_for(process.wait(), 120)
     assert ops[0] == 0, ops
     assert (stranger[0], bare[0], absent[0]) == (2, 2, 2)
     assert "refused: caller is not known" in stranger[2]

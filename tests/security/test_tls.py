@@ -439,7 +439,7 @@ async def grpcurl(*arguments: str) -> tuple[int, str]:
     process = await asyncio.create_subprocess_exec(
         GRPCURL, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
-    said, _ = await asyncio.wait_for(process.communicate(), 30)
+    said, _ = await asyncio.wait_for(process.communicate(), 120)
     return process.returncode or 0, said.decode()
 
 

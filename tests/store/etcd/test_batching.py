@@ -92,7 +92,7 @@ def commit(
 
 
 async def run(*work: Awaitable[Committed]) -> list[Committed | BaseException]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         return await asyncio.gather(*work, return_exceptions=True)
 
 

@@ -67,7 +67,7 @@ async def test_a_cancelled_step_loses_nothing(store: EtcdStore) -> None:
         except asyncio.CancelledError:
             continue
     while not told or told[-1] < last:
-        told.append((await asyncio.wait_for(anext(watch), 5)).revision)
+        told.append((await asyncio.wait_for(anext(watch), 30)).revision)
     assert told == [*range(first, last + 1)]
 
 
@@ -80,7 +80,7 @@ async def test_batches_larger_than_an_answer_come_whole(store: EtcdStore) -> Non
     ]
     watch = store.watch(b"", from_revision=revisions[0])
     for number, revision in enumerate(revisions):
-        batch = await asyncio.wait_for(anext(watch), 20)
+        batch = await asyncio.wait_for(anext(watch), 30)
         assert (batch.revision, [event.key for event in batch.events]) == (revision, [b"a", b"b"])
         for event in batch.events:
             assert event.current is not None
@@ -130,7 +130,7 @@ async def test_compacted_beneath_a_watch_that_has_begun(store: EtcdStore) -> Non
         watch._stream = await watch._connect()
         await compact(store, last)
         try:
-            told = (await asyncio.wait_for(anext(watch), 5)).revision
+            told = (await asyncio.wait_for(anext(watch), 30)).revision
         except CompactedError as error:
             told = error.compact_revision
         assert told in (first, last + 1), "a gap"
@@ -151,7 +151,7 @@ async def test_a_store_that_begins_anew(start_etcd: StartEtcd, make_store: MakeS
     await asyncio.to_thread(server.start)
     await asyncio.to_thread(server.wait_ready)
     with pytest.raises(FutureRevisionError) as caught:
-        await asyncio.wait_for(anext(watch), 10)
+        await asyncio.wait_for(anext(watch), 30)
     assert (caught.value.asked, caught.value.current) == (last + 1, 1)
 
 
@@ -170,7 +170,7 @@ async def test_a_quiet_watch_is_moved_on(start_etcd: StartEtcd, make_store: Make
     await compact(store, last)
     await break_streams(store)
     last = await put(store, b"1", b"quiet/a")
-    assert (await asyncio.wait_for(waiting, 5)).revision == last
+    assert (await asyncio.wait_for(waiting, 30)).revision == last
 
 
 async def test_a_forgotten_watch_holds_no_stream(store: EtcdStore) -> None:
@@ -216,6 +216,6 @@ async def test_closing_ends_what_is_under_way(
         )
     ]
     await asyncio.sleep(0.3)
-    await asyncio.wait_for(store.aclose(), 2.0)
-    done = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 2.0)
+    await asyncio.wait_for(store.aclose(), 30)
+    done = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 30)
     assert [type(each) for each in done] == [StoreClosedError] * len(calls)
