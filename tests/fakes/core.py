@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import uuid
 import zlib
@@ -241,11 +242,31 @@ class EngineCore:
                 if victim is None or self.plane is None:
                     await asyncio.sleep(0.01)
                     continue
-            outcome = await self.plane.withdraw_location(self.engine_id, self._epoch, m.RequestId(victim))
-            if outcome is m.ReleaseOutcome.CLAIMED:
-                self.held[victim].key = None
-            else:
-                self._let_go(victim)
+            try:
+                await self._give_up(self.plane, victim)
+            except ControlPlaneError:
+                await asyncio.sleep(0.01)
+
+    async def _give_up(self, plane: EnginePlane, victim: str) -> None:
+        """Let go of what is kept, unless a reader is on its way. Raises ControlPlaneError."""
+        outcome = await plane.withdraw_location(self.engine_id, self._epoch, m.RequestId(victim))
+        if outcome is m.ReleaseOutcome.CLAIMED and victim in self.held:
+            self.held[victim].key = None
+        else:
+            self._let_go(victim)
+
+    def _room_to_keep(self, count: int) -> bool:
+        """Whether as many blocks may be kept: the rest is for requests, whatever the control plane says."""
+        total, kept = self.config.total_blocks, sum(len(held.blocks) for held in self.held.values()) + count
+        if kept > total // 2 and self.plane is not None:
+            self._spawn(self._give_up_oldest(self.plane))
+        return kept <= total * 3 // 4
+
+    async def _give_up_oldest(self, plane: EnginePlane) -> None:
+        victim = next((i for i, held in self.held.items() if held.key is not None), None)
+        if victim is not None:
+            with contextlib.suppress(ControlPlaneError):
+                await self._give_up(plane, victim)
 
     async def _read_remote(self, params: Body, blocks: list[int]) -> list[int] | None:
         """Read blocks of another engine, which frees them; None if it cannot be reached, or is another.
@@ -369,6 +390,8 @@ class EngineCore:
             or (envelope is not None and self.config.connector)
             or (params and not self.config.connector)
         )
+        if keeps and not is_prefill and self.config.connector:
+            keeps = self._room_to_keep(len(work.blocks))
         if not keeps or (is_prefill and not work.reply):
             self.pool.release(work.blocks)
             work.blocks = []

@@ -202,6 +202,17 @@ async def test_decoder_pressure_is_agreed_with_the_plane() -> None:
         assert len(r.plane.locations) < 8
 
 
+async def test_what_is_kept_leaves_room_for_requests_whatever_the_control_plane_says() -> None:
+    """Fake engines, as the real one: full of conversations when the control plane goes, they still serve."""
+    small = EngineConfig(EngineRole.DECODE, total_blocks=60)
+    async with rig(decode=[small]) as r:
+        for index in range(10):
+            await r.say(long_text(150, f"c{index}."), f"c{index}")
+        r.plane.down = True
+        for index in range(10):
+            await r.say(long_text(150, f"d{index}."), f"d{index}")
+
+
 async def test_completions_too() -> None:
     async with rig() as r:
         prompt = long_text(200)
