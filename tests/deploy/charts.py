@@ -21,11 +21,11 @@ CUSTOM = {"Certificate", "HTTPRoute", "PrometheusRule", "ServiceMonitor"}
 Resource = dict[str, Any]
 
 
-def render(values: Mapping[str, Any]) -> list[Resource]:
+def render(values: Mapping[str, Any], *, release: str = RELEASE) -> list[Resource]:
     """Return what the chart makes of values. Raises helm_python.HelmError."""
     with helm_python.Chart.load(str(CHART)) as chart:
         chart.validate_schema(dict(values))
-        manifests = chart.render(dict(values), name=RELEASE, namespace=NAMESPACE)
+        manifests = chart.render(dict(values), name=release, namespace=NAMESPACE)
     return [
         resource
         for name, text in sorted(manifests.items())

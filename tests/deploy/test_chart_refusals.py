@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import helm_python
 import pytest
+import yaml
 
-from tests.deploy.charts import render, values_of
+from tests.deploy.charts import CHART, render, values_of
 
 
 def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
     out = dict(base)
     for name, value in change.items():
-        out[name] = merged(out.get(name, {}), value) if isinstance(value, dict) else value
+        out[name] = merged(out.get(name) or {}, value) if isinstance(value, dict) else value
     return out
 
 
@@ -28,6 +30,13 @@ BY_SCHEMA: list[tuple[dict[str, Any], str]] = [
     ({"tls": {"source": "yes"}}, "'none', 'secret', 'cert-manager'"),
     ({"logLevel": "loud"}, "/logLevel"),
     ({"ipFamily": "v6"}, "'IPv4', 'IPv6'"),
+    ({"image": {"repository": ""}}, "/image/repository"),
+    ({"image": {"tag": "a b"}}, "/image/tag"),
+    ({"router": {"disruptionBudget": {"maxUnavailable": "150%"}}}, "/router/disruptionBudget/maxUnavailable"),
+    # Helm takes null for "not there", and templates would say: nil pointer evaluating interface {}.
+    ({"router": None}, "missing property 'router'"),
+    ({"controlPlane": {"etcd": None}}, "at '/controlPlane': missing property 'etcd'"),
+    ({"router": {"longestStream": None}}, "at '/router': missing property 'longestStream'"),
 ]
 
 BY_CHECK: list[tuple[dict[str, Any], str]] = [
@@ -57,6 +66,20 @@ BY_CHECK: list[tuple[dict[str, Any], str]] = [
     ({"router": {"gateway": {"enabled": True}}}, "router.gateway.name"),
     ({"monitoring": {"tls": {"secret": "s"}}}, "monitoring.tls.serverName is empty"),
     ({"monitoring": {"tls": {"scraperSecret": "s"}}}, "needs monitoring.tls.secret"),
+    (
+        {"controlPlane": {"metricsPort": 50051}},
+        "metricsPort are both 50051",
+    ),
+    ({"controlPlane": {"access": {"text": "t", "secret": "s"}}}, "controlPlane.access has text and secret"),
+    (
+        {"networkPolicy": {"enabled": True}, "engines": {"podLabels": {"app": None}}},
+        "engines.podLabels is empty",
+    ),
+    (
+        {"router": {"engines": {"kubernetes": {"prefill": "app=vllm", "decode": "app=vllm"}}}},
+        "select the same pods",
+    ),
+    ({"router": {"options": {"no-allow-remote": True}}}, "no-allow-remote is set by the chart"),
     ({"router": {"options": {"port": 9}}}, "router.options: port is set by the chart"),
     (
         {"router": {"autoscaling": {"enabled": True, "minReplicas": 30}}},
@@ -81,13 +104,41 @@ def test_what_the_chart_refuses(change: dict[str, Any], said: str) -> None:
     assert said in str(refused.value)
 
 
+@pytest.mark.parametrize("release", ["prod.v1", "9lives"])
+def test_a_release_whose_name_no_service_can_have(release: str) -> None:
+    with pytest.raises(helm_python.HelmError, match=f"the release is called {release}"):
+        render(values_of("minimal"), release=release)
+
+
+def test_sections_set_to_null_are_never_a_template_error() -> None:
+    """Whatever is null: the chart renders, or says which value is missing."""
+    with open(CHART / "values.yaml", encoding="utf-8") as file:
+        paths = list(_paths(yaml.safe_load(file)))
+    base, unreadable = values_of("everything"), []
+    for path in paths:
+        change: Any = None
+        for name in reversed(path):
+            change = {name: change}
+        try:
+            render(merged(base, change))
+        except helm_python.HelmError as refused:
+            if not any(said in str(refused) for said in ("kvplane: ", "missing propert")):
+                unreadable.append(f"{'.'.join(path)}: {refused}")
+    assert not unreadable
+
+
+def _paths(values: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield (*above, name)
+            yield from _paths(value, (*above, name))
+
+
 def test_without_values_it_asks_for_what_it_needs() -> None:
     with pytest.raises(helm_python.HelmError, match="trustedNetwork: true"):
         render({})
 
 
 def test_lint_finds_no_error() -> None:
-    from tests.deploy.charts import CHART
-
     found = helm_python.lint(str(CHART))
     assert found["errors"] == []

@@ -48,6 +48,15 @@ etcd://{{ if $etcd.user }}{{ $etcd.user }}@{{ end }}{{ join "," $etcd.endpoints 
 {{- /* What the schema cannot say, each with what to do. */}}
 {{- define "kvplane.check" -}}
 {{- $v := .Values -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" .Release.Name) }}{{ fail (printf "\n\nkvplane: the release is called %s, which cannot begin the name of a Service: begin with a letter, and take small letters, digits and - only" .Release.Name) }}{{ end -}}
+{{- range $part := list "controlPlane" "router" }}
+{{- if eq (int (index $v $part).port) (int (index $v $part).metricsPort) }}{{ fail (printf "\n\nkvplane: %s.port and %s.metricsPort are both %v: one pod cannot listen on it twice" $part $part (index $v $part).port) }}{{ end -}}
+{{- end -}}
+{{- if and $v.controlPlane.access.text $v.controlPlane.access.secret }}{{ fail "\n\nkvplane: controlPlane.access has text and secret: which of them says who may call? Give one" }}{{ end -}}
+{{- if and $v.networkPolicy.enabled (not $v.engines.podLabels) }}{{ fail "\n\nkvplane: engines.podLabels is empty, so that networkPolicy would let in every pod: give labels that only engines have" }}{{ end -}}
+{{- with $v.router.engines.kubernetes }}
+{{- if and .prefill (eq .prefill .decode) }}{{ fail "\n\nkvplane: router.engines.kubernetes: prefill and decode select the same pods: give each a label of its own" }}{{ end -}}
+{{- end -}}
 {{- if and (eq $v.tls.source "none") (not $v.trustedNetwork) }}{{ fail "\n\nkvplane: anyone who reaches the control plane could read and claim KV locations: set tls.source to secret or cert-manager (and controlPlane.access), or trustedNetwork: true where every pod of the network may" }}{{ end -}}
 {{- if and (ne $v.tls.source "none") (not (or $v.controlPlane.access.text $v.controlPlane.access.secret $v.tls.clientCertificates $v.trustedNetwork)) }}{{ fail "\n\nkvplane: with TLS alone anyone could still claim KV locations: give controlPlane.access, tls.clientCertificates: true, or trustedNetwork: true" }}{{ end -}}
 {{- if and (eq $v.tls.source "secret") (not $v.tls.controlPlaneSecret) }}{{ fail "\n\nkvplane: tls.source is secret: name it in tls.controlPlaneSecret (tls.crt, tls.key, ca.crt)" }}{{ end -}}
@@ -73,7 +82,7 @@ etcd://{{ if $etcd.user }}{{ $etcd.user }}@{{ end }}{{ join "," $etcd.endpoints 
 {{- $scaled := (index $v $part).autoscaling }}
 {{- if and $scaled.enabled (gt (int $scaled.minReplicas) (int $scaled.maxReplicas)) }}{{ fail (printf "\n\nkvplane: %s.autoscaling: minReplicas is above maxReplicas" $part) }}{{ end -}}
 {{- range $name, $value := (index $v $part).options }}
-{{- if has $name (list "store" "grpc-host" "grpc-port" "grpc-tls-cert" "grpc-tls-key" "grpc-client-ca" "access" "host" "port" "plane" "plane-ca" "plane-cert" "plane-key" "plane-token-file" "tls-cert" "tls-key" "tenants" "tenant-limits" "workers" "metrics-host" "metrics-port" "metrics-tls-cert" "metrics-tls-key" "metrics-client-ca" "drain-grace" "drain-timeout" "allow-remote" "log-format") }}{{ fail (printf "\n\nkvplane: %s.options: %s is set by the chart, from another value" $part $name) }}{{ end -}}
+{{- if has (trimPrefix "no-" $name) (list "store" "grpc-host" "grpc-port" "grpc-tls-cert" "grpc-tls-key" "grpc-client-ca" "access" "host" "port" "plane" "plane-ca" "plane-cert" "plane-key" "plane-token-file" "tls-cert" "tls-key" "tenants" "tenant-limits" "workers" "metrics-host" "metrics-port" "metrics-tls-cert" "metrics-tls-key" "metrics-client-ca" "drain-grace" "drain-timeout" "allow-remote" "log-format") }}{{ fail (printf "\n\nkvplane: %s.options: %s is set by the chart, from another value" $part $name) }}{{ end -}}
 {{- end }}{{ end -}}
 {{- end }}
 
