@@ -48,8 +48,8 @@ class Tally:
 
     @property
     def clean(self) -> bool:
-        """Whether everything was answered whole and right."""
-        return not (self.failed or self.broken or self.wrong)
+        """Whether something was asked, and everything was answered whole and right."""
+        return self.requests > 0 and not (self.failed or self.broken or self.wrong)
 
     def report(self) -> str:
         """Return the figures for people."""

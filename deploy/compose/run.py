@@ -25,6 +25,7 @@ from deploy.rig.envoy import healthy
 from deploy.rig.process import RigError
 
 _RETURN_S = 60.0
+_LONGEST_S = 86_400.0
 Say = Callable[[str], None]
 
 
@@ -127,6 +128,33 @@ def play(topology: Topology, plan: Plan, say: Say = print) -> Tally:
     return tally
 
 
+def seconds(text: str) -> float:
+    """Read a flag's seconds: a positive number. Raises argparse.ArgumentTypeError."""
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) <= _LONGEST_S:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0, up to {_LONGEST_S:.0f}")
+
+
+def conversations(text: str) -> int:
+    """Read a flag's number of conversations: at least 1. Raises argparse.ArgumentTypeError."""
+    with contextlib.suppress(ValueError):
+        if (value := int(text)) >= 1:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
+
+
+def unfit(folder: Path) -> str | None:
+    """Make the folder of a run; return why it cannot be that, None if it can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            return "is not empty, and etcd does not start from data of a run that had other addresses"
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
 def _stay(folder: Path) -> None:
     with Topology(folder) as topology:
         for service in topology.services.values():
@@ -140,15 +168,16 @@ def main() -> int:
     """Parse the flags and run."""
     parser = argparse.ArgumentParser(prog="python -m deploy.compose.run", description=__doc__)
     parser.add_argument("--up", action="store_true", help="start it, and stay")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of load between steps (default: 10)")
-    parser.add_argument("--conversations", type=int, default=16, help="at a time (default: 16)")
+    parser.add_argument("--seconds", type=seconds, default=10.0, help="of load between steps (default: 10)")
+    parser.add_argument("--conversations", type=conversations, default=16, help="at a time (default: 16)")
     parser.add_argument("--folder", type=Path, help="keep logs and data here")
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
         folder = options.folder
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvplane-compose-")))
-        folder.mkdir(parents=True, exist_ok=True)
+        elif trouble := unfit(folder):
+            parser.error(f"--folder {folder}: {trouble}")
         try:
             if options.up:
                 _stay(folder)

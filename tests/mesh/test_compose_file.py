@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Mapping
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from deploy.compose.load import Tally
+from deploy.compose.run import conversations, seconds, unfit
 from deploy.compose.topology import Names, Service, resolved
 from deploy.rig.process import RigError
 from kvplane.cli.config import Config
@@ -99,3 +102,28 @@ def test_a_program_that_cannot_run_here_is_named(names: Names, tmp_path: Path) -
 def test_what_compose_does_not_take_is_told() -> None:
     with pytest.raises(RigError, match=r"does not take compose\.yaml: "):
         resolved({"PORT": "not a port"})
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "0", "-1", "soon", ""])
+def test_a_run_takes_seconds_that_can_be_waited(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="seconds above 0"):
+        seconds(text)
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "1.5", "many"])
+def test_a_run_takes_conversations_that_ask_something(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="whole number from 1"):
+        conversations(text)
+
+
+def test_a_run_without_a_request_proves_nothing() -> None:
+    assert not Tally().clean
+    assert Tally(requests=1).clean
+
+
+def test_a_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    """etcd's data names the addresses of its members, which are others in each run."""
+    assert unfit(tmp_path / "new") is None
+    assert "is not empty" in (unfit(tmp_path) or "")
+    (tmp_path / "file").touch()
+    assert unfit(tmp_path / "file") == "File exists"
