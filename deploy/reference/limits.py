@@ -56,7 +56,7 @@ UNLIMITED = """
 - Connections of one peer to the control plane, as against all: gRPC has no such limit. The port is for
   routers and engines only; `--grpc-client-ca` keeps out who has no certificate.
 - Messages on their way to the control plane, all together. With an access file of tokens, what strangers send
-  is not read (40 messages of 16 MiB at once by nobody took 490 MiB before, 30 MiB now), but for those of
+  is not read (40 messages of 16 MiB at once by nobody took 490 MiB before, 5 MiB now), but for those of
   `grpc.health.v1`, which is for everyone: gRPC reads such a message, up to the size above, before it can be
   refused, so many at a time take about their size in memory. The same goes for everyone where there is
   neither an access file nor `--grpc-client-ca`, as on loopback. `--grpc-client-ca` is the remedy for both.
@@ -93,6 +93,7 @@ def control_plane() -> list[Row]:
         ("connections", _connections(), "closed at once"),
         ("time until a connection is made, TLS included", f"{server.HANDSHAKE_S} s", "closed"),
         ("a message", _bytes(decoding.MAX_REQUEST_BYTES), full),
+        ("what is received before it is read", f"{_bytes(server.UNREAD_BYTES)} a connection", "it waits"),
         ("a registration", _bytes(decoding.MAX_SPEC_BYTES), refused),
         ("elements and fields of a message", f"{decoding._MOST_FIELDS:,}", refused),
         (

@@ -60,6 +60,9 @@ MAX_CALLS = 1024
 """Calls and streams under way on one connection; callers wait with more."""
 HANDSHAKE_S = 30
 """For so many seconds a connection may be made."""
+UNREAD_BYTES = 1024 * 1024
+"""Of a connection so much is received before somebody reads it. gRPC would otherwise let it grow with how fast
+a caller sends, up to several megabytes a stream."""
 _FIRST_READ_S = 3.0
 _RETRY_S = 0.5
 _HEALTH_EVERY_S = 1.0
@@ -222,6 +225,8 @@ class ControlPlaneServer:
             ("grpc.max_concurrent_streams", MAX_CALLS),
             ("grpc.max_allowed_incoming_connections", most_connections()),
             ("grpc.server_handshake_timeout_ms", HANDSHAKE_S * 1000),
+            ("grpc.http2.bdp_probe", 0),
+            ("grpc.http2.lookahead_bytes", UNREAD_BYTES),
             ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
             ("grpc.max_send_message_length", MAX_ANSWER_BYTES),
             ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
