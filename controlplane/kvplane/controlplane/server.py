@@ -61,8 +61,8 @@ MAX_CALLS = 1024
 HANDSHAKE_S = 30
 """For so many seconds a connection may be made."""
 UNREAD_BYTES = 1024 * 1024
-"""Of a connection so much is received before somebody reads it. gRPC would otherwise let it grow with how fast
-a caller sends, up to several megabytes a stream."""
+"""Of a connection so much is received before somebody reads it. gRPC would otherwise let it grow with how
+fast a caller sends, up to several megabytes a stream."""
 _FIRST_READ_S = 3.0
 _RETRY_S = 0.5
 _HEALTH_EVERY_S = 1.0
