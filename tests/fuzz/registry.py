@@ -6,6 +6,7 @@ from tests.fuzz.core import Target
 from tests.fuzz.targets.configs import Configs, Kubernetes
 from tests.fuzz.targets.connectors import Answers, Params, TurnsClient
 from tests.fuzz.targets.replies import Replies
+from tests.fuzz.targets.roles import Roles, WireRoles
 from tests.fuzz.targets.router import Clients, HostileEngines
 from tests.fuzz.targets.rpcs import Rpcs, RpcStreams
 from tests.fuzz.targets.stored import Records, StoredStreams, StoredValues
@@ -17,6 +18,8 @@ TARGETS: dict[str, type[Target]] = {
     for kind in (
         Rpcs,
         RpcStreams,
+        Roles,
+        WireRoles,
         Wire,
         Records,
         StoredValues,

@@ -12,13 +12,14 @@ from grpc_health.v1 import health_pb2
 from structlog.testing import capture_logs
 
 from kvplane.controlplane.connections import MAX_CONNECTIONS, most_connections
-from kvplane.controlplane.decoding import MAX_REQUEST_BYTES
+from kvplane.controlplane.decoding import MAX_REQUEST_BYTES, MAX_SPEC_BYTES
 from kvplane.controlplane.meter import Meter
 from kvplane.controlplane.security import SecuritySettings
 from kvplane.controlplane.server import ControlPlaneServer
 from kvplane.controlplane.throttle import Throttle
 from kvplane.store.memory import MemoryStore
 from kvplane.store.testing import ManualClock
+from kvplane.v1 import engine_pb2
 from tests.security.test_roles import ACCESS, REQUESTS
 
 BEGIN = "/kvplane.v1.LocationService/BeginTurn"
@@ -104,6 +105,28 @@ async def test_a_known_callers_message_is_read(place: Place) -> None:
 
 def _without_router(text: str) -> str:
     return "[[identity]]".join(part for part in text.split("[[identity]]") if 'role = "router"' not in part)
+
+
+@pytest.mark.parametrize("name", ["x" * 100_000, "\U000e0001" * 1000, "\u00e9" * 128])
+async def test_what_a_caller_names_does_not_make_its_answer_too_long(place: Place, name: str) -> None:
+    spec = engine_pb2.EngineSpec(engine_id="d", role=engine_pb2.ENGINE_ROLE_DECODE, endpoint=f"http://{name}")
+    async with place:
+        for method, request in (
+            ("DrainEngine", engine_pb2.DrainEngineRequest(engine_id=name)),
+            ("RegisterEngine", engine_pb2.RegisterEngineRequest(spec=spec)),
+        ):
+            path, raw = f"/kvplane.v1.EngineService/{method}", request.SerializeToString()
+            if len(raw) > MAX_SPEC_BYTES and method == "RegisterEngine":
+                continue
+            assert await place.code(path, raw, "token-of-engine") is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_what_is_no_message_is_the_callers_to_know_and_nobody_elses(place: Place) -> None:
+    path = "/kvplane.v1.EngineService/DrainEngine"
+    async with place:
+        assert await place.code(path, b"\xff", "token-of-engine") is grpc.StatusCode.INVALID_ARGUMENT
+        assert await place.code(path, b"\xff", "token-of-viewer") is grpc.StatusCode.PERMISSION_DENIED
+        assert await place.code(path, b"\xff") is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_health_is_for_everyone_and_says_nothing_of_our_code(place: Place) -> None:

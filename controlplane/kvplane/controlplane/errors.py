@@ -91,10 +91,16 @@ class RoleNotAllowedError(DomainError):
         super().__init__(f"{caller} has the role {role}, which may not call {call}", caller=caller, role=role)
 
 
+def _shown(text: str) -> str:
+    """Return what of a text goes into an answer and a log: callers are looked at before their fields are."""
+    return text if len(text) <= 128 else f"{text[:128]}..."
+
+
 class EngineNotAllowedError(DomainError):
     """The caller may not speak for this engine."""
 
     def __init__(self, caller: str, engine_id: str) -> None:
+        engine_id = _shown(engine_id)
         message = (
             f"{caller} may not speak for the engine {engine_id!r}: see its engine_ids in the access file"
         )
@@ -105,7 +111,7 @@ class AddressNotAllowedError(DomainError):
     """The caller may not have others call, or read from, this host."""
 
     def __init__(self, caller: str, host: str) -> None:
-        message = f"{caller} may not register the host {host!r}: see its addresses in the access file"
+        message = f"{caller} may not register the host {_shown(host)!r}: see its addresses in the access file"
         super().__init__(message, caller=caller)
 
 

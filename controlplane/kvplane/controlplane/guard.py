@@ -72,8 +72,6 @@ def _unary(
     async def handle(request: Any, context: _Context) -> Any:
         began = 0.0 if calls is None else calls.begin()
         try:
-            if isinstance(request, Exception):  # see decoding
-                raise request
             answer = await behavior(request, context)
         except (grpc.aio.AbortError, asyncio.CancelledError):
             if calls is not None:
@@ -101,8 +99,6 @@ def _stream(
         if calls is not None:
             calls.begin()
         try:
-            if isinstance(request, Exception):
-                raise request
             async for answer in behavior(request, context):
                 yield answer
         except (grpc.aio.AbortError, asyncio.CancelledError, GeneratorExit):
@@ -132,6 +128,8 @@ def _of_callers(method: str, behavior: Callable[..., Any], access: Access, *, st
 
     def check(caller: Caller, request: Any) -> None:
         caller.require_role(method)
+        if isinstance(request, Exception):  # for its caller to know, and nobody else
+            raise request
         if not streams:
             caller.require(method, request)
 
@@ -154,6 +152,17 @@ def _of_callers(method: str, behavior: Callable[..., Any], access: Access, *, st
                 yield answer
 
     return many if answers_many else once
+
+
+def _readable(behavior: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a behavior that raises what came in place of a message, see decoding."""
+
+    def look(request: Any, context: _Context) -> Any:
+        if isinstance(request, Exception):
+            raise request
+        return behavior(request, context)
+
+    return look
 
 
 def refusing(method: str, access: Access, counted: Counted | None) -> Callable[..., Any]:
@@ -194,6 +203,8 @@ def guarded(
             method, answers_many = f"/{service}/{name}", inspect.isasyncgenfunction(behavior)
             if access is not None:
                 behavior = _of_callers(method, behavior, access, streams=name in streams)
+            elif name not in streams:
+                behavior = _readable(behavior)
             if tracer is not None and not answers_many and name not in streams:
                 behavior = traced.unary(tracer, method, behavior)
             guards[name] = (_stream if answers_many else _unary)(method, behavior, counted)

@@ -11,14 +11,22 @@ import grpc
 from google.protobuf.descriptor import Descriptor
 
 from kvplane.controlplane import model as m
+from kvplane.controlplane.callers import Access
 from kvplane.controlplane.decoding import Checked
 from kvplane.controlplane.errors import UnreadableMessageError
 from kvplane.controlplane.guard import guarded
-from kvplane.controlplane.roles import ENGINE_SERVICE, LOCATION_SERVICE
+from kvplane.controlplane.roles import ENGINE_SERVICE, LOCATION_SERVICE, STATUS_SERVICE
 from kvplane.controlplane.server import MAX_ANSWER_BYTES, ControlPlane
 from kvplane.store.base import Store
 from kvplane.store.memory import MemoryStore
-from kvplane.v1 import engine_pb2, engine_pb2_grpc, location_pb2, location_pb2_grpc
+from kvplane.v1 import (
+    engine_pb2,
+    engine_pb2_grpc,
+    location_pb2,
+    location_pb2_grpc,
+    status_pb2,
+    status_pb2_grpc,
+)
 from tests.fuzz.chance import Chance
 from tests.fuzz.core import Target, Wrong
 from tests.fuzz.messages import encoded, make
@@ -27,7 +35,7 @@ from tests.fuzz.world import World
 
 METHODS: dict[str, Descriptor] = {
     f"{service.name}/{method.name}": method.input_type
-    for file in (engine_pb2.DESCRIPTOR, location_pb2.DESCRIPTOR)
+    for file in (engine_pb2.DESCRIPTOR, location_pb2.DESCRIPTOR, status_pb2.DESCRIPTOR)
     for service in file.services_by_name.values()
     for method in service.methods
 }
@@ -59,9 +67,13 @@ class Aborted(grpc.aio.AbortError):
 
 
 class Context:
-    """Stands for gRPC's context of one call."""
+    """Stands for gRPC's context of one call, from one who shows metadata and names in a certificate."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, metadata: tuple[tuple[str, str | bytes], ...] = (), names: tuple[str, ...] = ()
+    ) -> None:
+        self._metadata = metadata
+        self._names = [name.encode() for name in names]
         self.code: grpc.StatusCode | None = None
         self.details = ""
         self.answers: list[Any] = []
@@ -73,10 +85,10 @@ class Context:
         return "ipv4:127.0.0.1:50000"
 
     def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
-        return ()
+        return self._metadata
 
     def auth_context(self) -> dict[str, list[bytes]]:
-        return {}
+        return {"peer_uri": self._names} if self._names else {}
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: object = ()) -> None:
         self.code, self.details = code, details
@@ -89,19 +101,23 @@ class Context:
 class Calls:
     """A control plane's handlers, callable with bytes."""
 
-    def __init__(self, plane: ControlPlane) -> None:
+    def __init__(self, plane: ControlPlane, access: Access | None = None) -> None:
         server = _Server()
         checked: Any = Checked(server)  # type: ignore[arg-type]
         engine_pb2_grpc.add_EngineServiceServicer_to_server(
-            guarded(plane.engine_servicer, ENGINE_SERVICE), checked
+            guarded(plane.engine_servicer, ENGINE_SERVICE, access=access, streams={"AttachEngine"}), checked
         )
-        locations = guarded(plane.location_servicer, LOCATION_SERVICE)
+        locations = guarded(plane.location_servicer, LOCATION_SERVICE, access=access, streams={"Turns"})
         location_pb2_grpc.add_LocationServiceServicer_to_server(locations, checked)
+        status = guarded(plane.status_servicer, STATUS_SERVICE, access=access)
+        status_pb2_grpc.add_StatusServiceServicer_to_server(status, checked)
         self._handlers = server.handlers
+        self.caller: tuple[tuple[tuple[str, str | bytes], ...], tuple[str, ...]] = ((), ())
+        """What calls come with: metadata, and names in a certificate."""
 
     async def unary(self, method: str, raw: bytes) -> tuple[Any, Context]:
         """Return the request as decoded, and what came of it."""
-        handler, context = self._handlers[method], Context()
+        handler, context = self._handlers[method], Context(*self.caller)
         request = handler.request_deserializer(raw)
         with contextlib.suppress(Aborted):
             context.answers.append(await handler.unary_unary(request, context))
@@ -109,7 +125,7 @@ class Calls:
 
     async def stream(self, method: str, raws: Iterable[bytes], pause_s: float, most: int = 200) -> Context:
         """Send messages, with a pause before each but the first and the end; take at most so many answers."""
-        handler, context = self._handlers[method], Context()
+        handler, context = self._handlers[method], Context(*self.caller)
 
         async def requests() -> AsyncIterator[Any]:
             for number, raw in enumerate(raws):
@@ -145,7 +161,7 @@ def check(method: str, request: Any, context: Context) -> str:
     """Return the status of a call; raises Wrong for one that must not be, or for such an answer."""
     if context.code in _BAD:
         raise Wrong(f"{method} answered {context.code}")
-    if "Traceback" in context.details or "site-packages" in context.details:
+    if "Traceback (most recent" in context.details or "site-packages" in context.details:
         raise Wrong(f"{method} tells a caller of our code")
     for answer in context.answers:
         if len(answer.SerializeToString()) > MAX_ANSWER_BYTES:
