@@ -292,6 +292,24 @@ def test_the_engines_beside_the_chart_go_with_it(role: str, everything: Rendered
         assert wanted.items() <= pod["metadata"]["labels"].items()
         assert found_by["port"] in {text for one in container["ports"] for text in map(str, one.values())}
     given = dict(word.split("=", 1) for word in container["args"] if "=" in word)
+    starting, ready, alive = (container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness"))
+    assert {json.dumps(probe["httpGet"]) for probe in (starting, ready, alive)} == {
+        json.dumps({"path": "/health", "port": "http"})
+    }
+    assert starting["periodSeconds"] * starting["failureThreshold"] >= 1800, "models take their time"
+    assert alive["periodSeconds"] * alive["failureThreshold"] >= 120
+    assert alive["terminationGracePeriodSeconds"] < pod["spec"]["terminationGracePeriodSeconds"]
+    assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+    plain = {name: one["value"] for name, one in variables.items() if "value" in one}
+    assert {plain["HOME"], plain["HF_HOME"], "/tmp"} <= mounted  # all else is read-only
+    # A mount below another is made by the container runtime, and with it folders that are root's.
+    assert not any(a != b and a.startswith(f"{b}/") for a in mounted for b in mounted)
     pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pod["spec"]["terminationGracePeriodSeconds"] > int(given["--shutdown-timeout"]) + pause
 
