@@ -22,7 +22,6 @@ from kvplane.cli.security import check_grpc_reach, client_security, server_secur
 from kvplane.cli.tenant_limits import LimitsFile
 from kvplane.connector.config import read_config
 from kvplane.controlplane.access import load_access
-from kvplane.controlplane.server import LIVENESS
 from kvplane.store.clock import SystemClock
 from kvplane.store.url import open_store
 from tests.deploy.charts import (
@@ -189,16 +188,14 @@ def test_health_is_asked_for_in_a_way_that_is_answered(rendered: Rendered) -> No
     config = config_of(rendered.arguments(CONTROL_PLANE))
     lives, serves = container["livenessProbe"], container["readinessProbe"]
     assert lives["periodSeconds"] * lives["failureThreshold"] >= 60, "a busy one is not restarted"
+    at_metrics = {"port": "metrics", "scheme": "HTTP" if config.metrics_tls_cert is None else "HTTPS"}
+    assert ports["metrics"] == config.metrics_port
+    assert lives["httpGet"] == {"path": "/health", **at_metrics}
+    assert container["startupProbe"]["httpGet"] == lives["httpGet"]
     if config.grpc_tls_cert:  # the kubelet's gRPC probe speaks plaintext only
-        assert (lives["httpGet"]["path"], serves["httpGet"]["path"]) == ("/health", "/ready")
-        assert ports[lives["httpGet"]["port"]] == ports[serves["httpGet"]["port"]] == config.metrics_port
-        scheme = "HTTP" if config.metrics_tls_cert is None else "HTTPS"
-        assert lives["httpGet"]["scheme"] == serves["httpGet"]["scheme"] == scheme
+        assert serves["httpGet"] == {"path": "/ready", **at_metrics}
     else:
-        assert lives["grpc"] == {"port": config.grpc_port, "service": LIVENESS}
         assert serves["grpc"] == {"port": config.grpc_port}
-    for name in ("grpc", "httpGet"):
-        assert container["startupProbe"].get(name) == lives.get(name)
     for router in (pod for name, pod in rendered.pods() if name == ROUTER):
         (container,) = router["spec"]["containers"]
         front = config_of(rendered.arguments(ROUTER)).tls_cert

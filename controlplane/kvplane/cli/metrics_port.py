@@ -25,7 +25,7 @@ _HEAD_BYTES = 8 * 1024
 _HEAD_S = 5.0
 """How long a scraper may take to say what it wants, and to take what it gets."""
 _MOST = 16
-"""Connections at a time; more are closed unheard."""
+"""Connections at a time; with one more the oldest is closed, so that nobody keeps probes from being heard."""
 
 
 class MetricsPortError(Exception):
@@ -50,7 +50,7 @@ class MetricsPort:
         self._certificates = False
         self._making = asyncio.Lock()
         self._server: asyncio.Server | None = None
-        self._open: set[asyncio.Task[None]] = set()
+        self._open: dict[asyncio.Task[None], None] = {}
         self.port = 0
         """Where it listens, once started."""
 
@@ -80,18 +80,21 @@ class MetricsPort:
         task = asyncio.current_task()
         assert task is not None
         try:
-            if len(self._open) < _MOST:
-                self._open.add(task)
-                async with asyncio.timeout(_HEAD_S):
-                    head = await reader.readuntil(b"\r\n\r\n")
-                    known = not self._certificates or bool(writer.get_extra_info("peercert"))
-                    answer = await self._answer(head, known)
-                    writer.write(answer)
-                    await writer.drain()
+            if len(self._open) >= _MOST:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                oldest.cancel()
+            self._open[task] = None
+            async with asyncio.timeout(_HEAD_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+                known = not self._certificates or bool(writer.get_extra_info("peercert"))
+                answer = await self._answer(head, known)
+                writer.write(answer)
+                await writer.drain()
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
             pass  # whoever that was has gone, or is no scraper
         finally:
-            self._open.discard(task)
+            self._open.pop(task, None)
             writer.close()
 
     async def _answer(self, head: bytes, known: bool) -> bytes:
