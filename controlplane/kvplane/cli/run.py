@@ -126,6 +126,7 @@ async def _control_plane(config: Config, shown: MetricsPort) -> AsyncIterator[Co
         store = opened if meter is None else meter.instrument(opened)
         current = None if limits is None else limits.current
         server = ControlPlaneServer(store, clock, settings, current, meter, security, tracer)
+        shown.serving = server.is_serving
         try:
             try:
                 await server.start(_joined(config.grpc_host, config.grpc_port))
@@ -135,7 +136,6 @@ async def _control_plane(config: Config, shown: MetricsPort) -> AsyncIterator[Co
             with suppress(StoreError):  # it may not be there yet
                 if (caution := await store.caution()) is not None:
                     log.warning("store_unsound", problem=caution)
-            shown.serving = server.is_serving
             if meter is not None:
                 kind = config.store.partition(":")[0]
                 shown.pages.append(
