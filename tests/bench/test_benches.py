@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Sequence
@@ -66,8 +67,14 @@ def test_scale_compares_sizes() -> None:
     ]
 
 
-def test_stall_sees_everything_expire() -> None:
-    rows = uvloop.run(stall.run(SHORT, None, count=256))
+def test_stall_sees_everything_expire(monkeypatch: pytest.MonkeyPatch) -> None:
+    for quiet_s in (3.0, 12.0, 48.0):  # in which a busy machine starts what looks
+        monkeypatch.setattr(stall, "_QUIET_S", quiet_s)
+        with contextlib.suppress(BenchError):
+            rows = uvloop.run(stall.run(SHORT, None, count=256))
+            break
+    else:
+        pytest.fail("it saw nothing")
     assert [row.case.rsplit(": ")[-1] for row in rows] == ["longest", "p99.9"]
     check_plausible(rows, rounds=1)
 

@@ -117,7 +117,10 @@ class Outcomes:
 async def kills(
     streams: int, *, seconds: float, every_s: float, token_gap_s: float = 0.02, seed: int = 1
 ) -> Outcomes:
-    """Keep streams open while engines are killed. Asserts that only streams of killed engines are lost."""
+    """Keep streams open while engines are killed. Asserts that only streams of killed engines are lost.
+
+    Ends after `seconds`, when at least two engines were killed and each client had more than a stream.
+    """
     rng = random.Random(seed)
     prefill = [EngineConfig(EngineRole.PREFILL) for _ in range(2)]
     decode = [
@@ -128,6 +131,9 @@ async def kills(
     loop = asyncio.get_running_loop()
     async with rig(prefill=prefill, decode=decode, probe_interval_s=0.5) as r:
         ends = loop.time() + seconds
+
+        def goes_on(more_s: float = 0.0) -> bool:
+            return loop.time() + more_s < ends or out.kills < 2 or out.whole <= streams
 
         async def one(http: aiohttp.ClientSession, name: str, conversation: str) -> None:
             body = chat("hello", conversation=conversation, stream=True, max_tokens=rng.choice((5, 20, 50)))
@@ -153,13 +159,13 @@ async def kills(
             connector = aiohttp.TCPConnector(limit=1)
             async with aiohttp.ClientSession(connector=connector) as http:
                 turn = 0
-                while loop.time() < ends:
+                while goes_on():
                     await one(http, f"r{number}-{turn}", f"k{number}-{turn // 3}")
                     turn += 1
 
         async def kill() -> None:
             engines: list[FakeEngine] = [*r.decode, *r.prefill]
-            while loop.time() + every_s < ends:
+            while goes_on(every_s):
                 await asyncio.sleep(every_s)
                 engine = rng.choice(engines)
                 before, lost_before = set(opened), len(out.lost)

@@ -200,7 +200,8 @@ async def test_case_41_a_decode_engine_killed_under_load_costs_only_what_runs_th
 
 
 async def test_case_48_256_streams_at_once_all_come_to_their_end() -> None:
-    async with rig(prefill=2, decode=2) as r, asyncio.timeout(60):
+    # Without probes: on a busy machine an engine that answers none in time has its requests sent elsewhere.
+    async with rig(prefill=2, decode=2, probe_interval_s=600) as r, asyncio.timeout(60):
         bodies = [chat(f"hello {index}", conversation=f"c{index}", max_tokens=32) for index in range(256)]
         for engine in r.decode:
             engine.gate.clear()

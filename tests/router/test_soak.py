@@ -12,5 +12,5 @@ async def test_clients_that_leave_at_random_moments_leave_nothing_case_28() -> N
 
 async def test_killed_engines_cost_only_the_streams_they_had_begun_case_48() -> None:
     out = await kills(64, seconds=4.0, every_s=1.0)
-    assert out.kills >= 2
+    assert not out.refused
     assert out.whole > 64
