@@ -59,6 +59,13 @@ def test_they_have_time_to_end(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_one_that_hangs_is_found(name: str) -> None:
+    settings = settings_of(name)
+    assert float(settings["WatchdogSec"]) >= 30, "a busy one is not ended"
+    assert settings["Type"] == "exec", "who gives signs is the first process"
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_they_are_confined(name: str) -> None:
     settings = settings_of(name)
     assert settings["User"] == "kvplane"

@@ -8,6 +8,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -375,6 +376,25 @@ def kubernetes_api(environment: Mapping[str, str] = os.environ) -> str | None:
     if not host:
         return None
     return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Watchdog:
+    """Where signs of life of this process go, and within how many seconds one is waited for."""
+
+    address: str
+    patience_s: float
+
+
+def watchdog(environment: Mapping[str, str] = os.environ, pid: int | None = None) -> Watchdog | None:
+    """Return who waits for signs of life of the process `pid`, this one unless given; None if nobody does."""
+    address, patience = environment.get("NOTIFY_SOCKET", ""), environment.get("WATCHDOG_USEC", "")
+    mine = environment.get("WATCHDOG_PID", "") in ("", str(pid or os.getpid()))
+    if not address or not patience.isdecimal() or not int(patience) or not mine:
+        return None
+    if address.startswith("@"):  # a name that is no file's
+        address = "\0" + address[1:]
+    return Watchdog(address, int(patience) / 1_000_000)
 
 
 def _nearest(name: str, names: list[str]) -> str:

@@ -13,7 +13,7 @@ import structlog
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from kvplane.cli.config import Config, kubernetes_api
+from kvplane.cli.config import Config, kubernetes_api, watchdog
 from kvplane.cli.errors import StartError as StartError
 from kvplane.cli.front import check_hops, engine_files, server_files
 from kvplane.cli.metrics_port import MetricsPort, MetricsPortError
@@ -21,6 +21,7 @@ from kvplane.cli.metrics_tls import metrics_tls
 from kvplane.cli.security import check_grpc_reach, check_up, client_security, server_security
 from kvplane.cli.tenant_limits import LimitsFile, following
 from kvplane.cli.tracing import tracing
+from kvplane.cli.watchdog import signs_of_life
 from kvplane.cli.workers import Workers
 from kvplane.controlplane.collector import spare_the_old
 from kvplane.controlplane.meter import Meter
@@ -55,7 +56,8 @@ def until_signalled(program: Program, config: Config) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        await program(config, stop)
+        async with signs_of_life(watchdog()):
+            await program(config, stop)
         log.info("stopped")
 
     spare_the_old()
