@@ -7,21 +7,32 @@ from typing import Any
 
 import pytest
 
-from deploy.rig.engines import Engine, EngineSettings, tiny_model, vllm_venv
+from deploy.rig.engines import small_model, vllm_venv
 from deploy.rig.process import RigError
 from deploy.rig.stack import Stack
+from tests.e2e.parts import Parts
+from tests.e2e.running import Running
 
 VLLM_TEST_TIMEOUT = 900  # seconds, starting engines included
 
-StartStack = Callable[..., Stack]
-StartEngine = Callable[..., Engine]
+StackWith = Callable[..., Stack]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give tests on real engines the time these need to start, unless a test says otherwise."""
+    """Bring tests on one stack together, in whatever order they came, and give them time to start it."""
+    stacks = dict[str, int]()
+
+    def place(item: pytest.Item) -> tuple[int, bool]:
+        if not item.get_closest_marker("vllm"):
+            return (0, False)
+        stack = item.get_closest_marker("stack")
+        name = stack.args[0] if stack is not None else item.nodeid.partition("::")[0]
+        return stacks.setdefault(name, len(stacks) + 1), stack is not None and "last" in stack.kwargs
+
     for item in items:
         if item.get_closest_marker("vllm") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(VLLM_TEST_TIMEOUT))
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")
@@ -35,59 +46,53 @@ def vllm_environment() -> Path:
 
 @pytest.fixture(scope="session")
 def model_dir() -> Path:
-    """The small random model."""
+    """The small random model, its smallest kind: the tests ask thousands of times."""
     try:
-        return tiny_model()
+        return small_model()
     except RigError as error:
         pytest.fail(str(error), pytrace=False)
 
 
-@pytest.fixture(scope="module")
-def start_stack(
-    vllm_environment: Path, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[StartStack]:
-    """A function that starts `kvplane up`, P and D and returns the Stack when all are ready.
+@pytest.fixture(scope="session")
+def running() -> Iterator[Running]:
+    """What stack runs now."""
+    running = Running()
+    yield running
+    running.stop()
 
-    Its keyword arguments are those of Stack (dtype, prefill_options, decode_options, plane_arguments). What
-    it started is stopped at the end of the module; a test that is done earlier calls `stack.stop()`, because
-    a machine with two cores has room for one stack.
+
+@pytest.fixture(scope="session")
+def stack_with(
+    running: Running, vllm_environment: Path, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> StackWith:
+    """A function that returns a running `kvplane up` with P and D, ready.
+
+    Its keyword arguments are those of Stack (dtype, prefill_options, decode_options, plane_arguments). The
+    stack is the one that runs if that has the same, else another, and the one before it is stopped.
     """
-    with ExitStack() as stops:
 
-        def start(**options: Any) -> Stack:
-            stack = Stack(
-                venv=vllm_environment, model=model_dir, log_dir=tmp_path_factory.mktemp("stack"), **options
-            )
+    def stack_with(**options: Any) -> Stack:
+        def start(stops: ExitStack) -> Stack:
+            logs = tmp_path_factory.mktemp("stack")
+            stack = Stack(venv=vllm_environment, model=model_dir, log_dir=logs, **options)
             stack.start()
             stops.callback(stack.stop)
             return stack
 
-        yield start
+        return running.get(repr(sorted(options.items())), start)
+
+    return stack_with
 
 
-@pytest.fixture(scope="module")
-def stack(start_stack: StartStack) -> Stack:
-    """One stack with default settings (bfloat16, P without prefix caching), shared by the module's tests."""
-    return start_stack()
+@pytest.fixture
+def parts(
+    running: Running, vllm_environment: Path, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Parts:
+    """Control plane, P and D as programs of their own, in float32, shared by all tests that ask for them."""
 
+    def start(stops: ExitStack) -> Parts:
+        parts = Parts(vllm_environment, model_dir, tmp_path_factory.mktemp("parts"), stops)
+        parts.start()
+        return parts
 
-@pytest.fixture(scope="module")
-def start_engine(
-    vllm_environment: Path, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[StartEngine]:
-    """A function that starts a single engine from keyword arguments of EngineSettings and waits for it."""
-    with ExitStack() as stops:
-
-        def start(**settings: Any) -> Engine:
-            log_file = tmp_path_factory.mktemp("engine") / "engine.log"
-            engine = Engine(
-                EngineSettings(
-                    **{"venv": vllm_environment, "model": model_dir, "log_file": log_file} | settings
-                )
-            )
-            engine.start()
-            stops.callback(engine.stop)
-            engine.wait_ready()
-            return engine
-
-        yield start
+    return running.get("parts", start)

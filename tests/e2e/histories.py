@@ -32,7 +32,7 @@ from deploy.rig.stack import Stack
 from kvplane.client.client import ControlPlaneClient
 from tests.e2e.asking import NotAnsweredError
 from tests.e2e.edits import Plan, plan
-from tests.e2e.player import Player, Result
+from tests.e2e.player import Addresses, Player, Result
 
 REQUEST_S = 300.0
 
@@ -77,7 +77,7 @@ class Report:
 
 
 async def run(
-    stack: Stack,
+    at: Addresses,
     count: int,
     seed: int,
     *,
@@ -90,13 +90,13 @@ async def run(
     A request that an engine refuses is a fault of its conversation, not an end of the run.
     """
     report, began, done = Report(), time.monotonic(), 0
-    before = await asyncio.to_thread(metrics.read, stack.prefill.url)
+    before = await asyncio.to_thread(metrics.read, at.prefill)
     waiting = iter(range(count))
     async with (
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(REQUEST_S)) as session,
-        ControlPlaneClient(stack.plane.grpc_address) as plane,
+        ControlPlaneClient(at.plane) as plane,
     ):
-        player = Player(stack, session, plane)
+        player = Player(at, session, plane)
 
         async def work() -> None:
             nonlocal done
@@ -113,7 +113,7 @@ async def run(
         async with asyncio.TaskGroup() as group:
             for _ in range(at_once):
                 group.create_task(work())
-    after = await asyncio.to_thread(metrics.read, stack.prefill.url)
+    after = await asyncio.to_thread(metrics.read, at.prefill)
     report.transferred_tokens = round((after - before).transferred_tokens)
     return report
 
@@ -124,12 +124,18 @@ def _broken(one: Plan, error: Exception) -> Result:
     )
 
 
-def exact_stack(model: Path, logs: Path, *, adapters: bool = True) -> Stack:
-    """Return a stack for comparing tokens, not started: float32, and an adapter unless told otherwise."""
+def engine_options(model: Path, logs: Path, *, adapters: bool = True) -> dict[str, Any]:
+    """Return settings of both engines: room for histories, and an adapter unless told otherwise."""
     options: dict[str, Any] = {"kv_cache_gib": 1, "max_model_len": 4096}
     if adapters:
         options["adapter"] = logs / "adapter"
         write_adapter(model, options["adapter"])
+    return options
+
+
+def exact_stack(model: Path, logs: Path, *, adapters: bool = True) -> Stack:
+    """Return a stack for comparing tokens, not started: float32, and an adapter unless told otherwise."""
+    options = engine_options(model, logs, adapters=adapters)
     return Stack(
         venv=vllm_venv(),
         model=model,
@@ -168,7 +174,7 @@ def main() -> int:
         with exact_stack(small_model(), Path(logs), adapters=not options.no_adapters) as stack:
             report = asyncio.run(
                 run(
-                    stack,
+                    Addresses(stack.url, stack.prefill.url, stack.decode.url, stack.plane.grpc_address),
                     options.count,
                     options.seed,
                     at_once=options.at_once,

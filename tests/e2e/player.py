@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from deploy.rig.engines import ADAPTER_NAME, BLOCK_TOKENS, MODEL_NAME
-from deploy.rig.stack import Stack
 from kvplane.client.client import ControlPlaneClient
 from kvplane.client.model import Claim, ConversationKey, Location
 from tests.e2e.asking import Question, Reply, ask, ask_with_offer
@@ -89,10 +88,20 @@ class OneModel:
 
 
 @dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where a stack is: base URLs, and host:port of the control plane."""
+
+    router: str
+    prefill: str
+    decode: str
+    plane: str
+
+
+@dataclass(frozen=True, slots=True)
 class Player:
     """Plays plans on a stack and judges every turn."""
 
-    stack: Stack
+    at: Addresses
     session: aiohttp.ClientSession
     plane: ControlPlaneClient
     one_model: OneModel = field(default_factory=OneModel)
@@ -112,7 +121,7 @@ class _Talk:
     """One conversation under way."""
 
     def __init__(self, player: Player, one: Plan) -> None:
-        self._stack, self._session, self._plane = player.stack, player.session, player.plane
+        self._at, self._session, self._plane = player.at, player.session, player.plane
         self._one_model, self._plan = player.one_model, one
         self._knowledge = Knowledge()
         self._circumstances = Circumstances(MODEL_NAME)
@@ -149,7 +158,7 @@ class _Talk:
         async with self._one_model.of(circumstances.model):
             replies = await asyncio.gather(
                 *(
-                    ask(self._session, self._stack.url, question, headers=headers, conversation_id=name)
+                    ask(self._session, self._at.router, question, headers=headers, conversation_id=name)
                     for question in questions
                 )
             )
@@ -173,7 +182,7 @@ class _Talk:
         if not isinstance(claim, Claim):
             await self._judge(step, question, None, offered, frozenset({0}), f"not claimed: {claim}")
             return
-        prefill, decode = self._stack.prefill.url, self._stack.decode.url
+        prefill, decode = self._at.prefill, self._at.decode
         async with self._one_model.of(circumstances.model):
             reply = await ask_with_offer(self._session, prefill, decode, question, claim.location)
         await self._plane.finish_claim(claim.claim_id, "histories")
@@ -225,7 +234,7 @@ class _Talk:
     ) -> None:
         """Compare a turn with the same request computed by P alone, and note the result."""
         async with self._one_model.of(question.circumstances.model):
-            plain = await ask(self._session, self._stack.prefill.url, question)
+            plain = await ask(self._session, self._at.prefill, question)
         prompt = reply.prompt if reply is not None else ()
         best = max(offered, key=lambda kept: prefix_of(kept, question.circumstances, prompt), default=None)
         self.results.append(

@@ -1,33 +1,27 @@
 """Real vLLM behind a proxy that knows nothing of kvplane: reuse on every turn after the first, and right.
 
-float32 on both engines; P has no prefix cache: what it did not pull it computed. The reference is P itself,
-asked without kv_transfer_params, which nothing is reused for. Reuse is read from P's own counters.
+Engines in float32; P has no prefix cache: what it did not pull it computed. The reference is P itself, asked
+without kv_transfer_params, which nothing is reused for. Reuse is read from P's own counters.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-import sys
 import time
 import urllib.request
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deploy.rig.engines import MODEL_NAME, RIG, Engine, EngineSettings, Role
+from deploy.rig.engines import MODEL_NAME
 from deploy.rig.metrics import read
-from deploy.rig.plane import ControlPlane
-from deploy.rig.process import LOCALHOST, RigProcess, free_ports
-from kvplane.client.client import ControlPlaneClient
-from kvplane.client.model import ConversationKey, Location
+from kvplane.client.model import Location
+from tests.e2e.parts import Parts
 from tests.e2e.talk import Messages, assistant, user
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.stack("parts")]
 
 CHUNK = 64
 
@@ -52,61 +46,10 @@ def post(url: str, path: str, body: dict[str, Any], timeout_s: float = 120.0) ->
 
 
 class Pair:
-    """Control plane, P, D, and a plain proxy in front of them."""
+    """P and D behind a plain proxy."""
 
-    def __init__(self, venv: Path, model: Path, logs: Path) -> None:
-        grpc_port, proxy_port = free_ports(2)
-        self.plane = ControlPlane(port=grpc_port, log_file=logs / "plane.log")
-        self.prefill, self.decode = (
-            Engine(
-                EngineSettings(
-                    role=role,
-                    venv=venv,
-                    model=model,
-                    log_file=logs / f"{role}.log",
-                    core=core,
-                    dtype="float32",
-                    prefix_caching=role is Role.DECODE,
-                    kvplane_address=f"{LOCALHOST}:{grpc_port}",
-                )
-            )
-            for core, role in enumerate(Role)
-        )
-        self.url = f"http://{LOCALHOST}:{proxy_port}"
-        self.proxy = RigProcess(
-            "plain proxy",
-            [
-                *(sys.executable, str(RIG / "plain_proxy.py"), "--port", str(proxy_port)),
-                *("--prefill", self.prefill.url, "--decode", self.decode.url),
-            ],
-            environment={},
-            log_file=logs / "proxy.log",
-            ready_url=f"{self.url}/health",
-        )
-
-    def start(self, stops: ExitStack) -> None:
-        for program in (self.plane, self.prefill, self.decode, self.proxy):
-            program.start()
-            stops.callback(program.stop)
-        for program in (self.plane, self.prefill, self.decode, self.proxy):
-            program.wait_ready()
-        self.until_attached({Role.PREFILL, Role.DECODE})
-
-    def engines(self) -> set[tuple[str, str]]:
-        """Return role and id of the engines that the control plane knows."""
-
-        async def ask() -> set[tuple[str, str]]:
-            async with ControlPlaneClient(self.plane.address) as client:
-                return {(str(each.spec.role), each.spec.engine_id) for each in await client.list_engines()}
-
-        return asyncio.run(ask())
-
-    def until_attached(self, roles: set[Role], gone: Collection[tuple[str, str]] = ()) -> None:
-        """Wait until engines of these roles are known to the control plane, those in `gone` not counted."""
-        ends = time.monotonic() + 30
-        while not {str(role) for role in roles} <= {role for role, _ in self.engines() - set(gone)}:
-            assert time.monotonic() < ends, "an engine has not registered"
-            time.sleep(0.1)
+    def __init__(self, parts: Parts) -> None:
+        self.parts, self.prefill, self.url = parts, parts.prefill, parts.proxy_url()
 
     def turn(self, path: str, prompt: dict[str, Any], **more: Any) -> Turn:
         """Send one turn to the proxy, compare it with the reference, and return it."""
@@ -139,25 +82,17 @@ class Pair:
         return self.turn("/v1/chat/completions", {"messages": messages}, **more)
 
     def location(self, conversation_id: str) -> Location:
-        """Return where a conversation is retained."""
-
-        async def lookup() -> Location:
-            async with ControlPlaneClient(self.plane.address) as client:
-                key, ends = ConversationKey("default", MODEL_NAME, conversation_id), time.monotonic() + 5
-                while not isinstance(found := await client.lookup_location(key), Location):
-                    assert time.monotonic() < ends, found
-                    await asyncio.sleep(0.02)
-                return found
-
-        return asyncio.run(lookup())
+        """Return where a conversation is retained, once it is."""
+        ends = time.monotonic() + 60
+        while (found := self.parts.location(conversation_id)) is None:
+            assert time.monotonic() < ends, "not announced"
+            time.sleep(0.02)
+        return found
 
 
-@pytest.fixture(scope="module")
-def pair(vllm_environment: Path, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with ExitStack() as stops:
-        pair = Pair(vllm_environment, model_dir, tmp_path_factory.mktemp("pair"))
-        pair.start(stops)
-        yield pair
+@pytest.fixture
+def pair(parts: Parts) -> Pair:
+    return Pair(parts)
 
 
 def whole_chunks(tokens: int) -> int:
@@ -249,8 +184,7 @@ def test_a_decode_engine_that_is_gone_costs_no_request_and_is_left_alone(pair: P
         claimed.append(pair.location(f"gone-{number}"))
     # Before D is gone: the breaker lets a first probe through after ten seconds.
     expected = [asked(body(tokens)) for tokens in prompts]
-    gone = pair.engines()
-    pair.decode.kill()
+    pair.parts.decode.kill()
     try:
         answers, seconds = list[dict[str, Any]](), list[float]()
         for tokens, location in zip(prompts, claimed, strict=True):
@@ -271,9 +205,7 @@ def test_a_decode_engine_that_is_gone_costs_no_request_and_is_left_alone(pair: P
             answers.append(asked({**body(tokens), "kv_transfer_params": params}))
             seconds.append(time.monotonic() - began)
     finally:  # for the other tests, which come in any order
-        pair.decode.start()
-        pair.decode.wait_ready()
-        pair.until_attached({Role.DECODE}, gone)
+        pair.parts.restart_decode(same_id=False)  # P reads from nobody for a while that failed it three times
     print(f"seconds per request: {[round(each, 2) for each in seconds]}")  # for people (pytest -rP)
     for answer, reference in zip(answers, expected, strict=True):
         assert answer["choices"][0]["token_ids"] == reference["choices"][0]["token_ids"]

@@ -18,19 +18,19 @@ from deploy.rig.metrics import read
 from deploy.rig.stack import Stack
 from kvplane.client.client import ControlPlaneClient
 from kvplane.client.model import ConversationKey, EngineLoad, EngineRole
-from tests.e2e.conftest import StartStack
+from tests.e2e.conftest import StackWith
+from tests.e2e.crowd import CROWDED, FIT, WORDS
 from tests.e2e.talk import Messages, assistant, say, user
 
 pytestmark = pytest.mark.vllm
+on_short = pytest.mark.stack("short leases")
 
 TTL_S = 4.0
 CLAIM_S = 5.0
 BLOCKS_S = TTL_S + 10 + 5 + CLAIM_S + 10
 """The blocks' first deadline: after a last claim's life, the message's margin, and its timeout with grace."""
 BLOCKS_PER_CONVERSATION = 16
-CROWD_WORDS, CROWD_BLOCKS = 60, 8
-"""In a crowd: of a first prompt, and that the first turn takes."""
-CONVERSATIONS = 80
+CONVERSATIONS = 10 * FIT
 WORKERS = 6
 """With two fewer than fit; what is retained takes up to half of the room."""
 
@@ -67,10 +67,10 @@ def until(condition: Callable[[], bool], within_s: float) -> float:
     return time.monotonic() - began
 
 
-@pytest.fixture(scope="module")
-def short(start_stack: StartStack) -> Stack:
+@pytest.fixture
+def short(stack_with: StackWith) -> Stack:
     """Turns are kept for four seconds."""
-    return start_stack(
+    return stack_with(
         decode_options={"extra_config": {"kvplane_ttl_s": TTL_S}},
         plane_arguments=["--claim-timeout", str(CLAIM_S)],
     )
@@ -84,6 +84,7 @@ def begin(stack: Stack, conversation_id: str, words: int = 150) -> Messages:
     return [*messages, assistant(answer.text), user(8, "next")]
 
 
+@on_short
 def test_a_touched_turn_is_pulled_long_after_its_first_deadlines(short: Stack) -> None:
     messages, began = begin(short, "touched"), time.monotonic()
     while time.monotonic() < began + BLOCKS_S + 2:
@@ -96,6 +97,7 @@ def test_a_touched_turn_is_pulled_long_after_its_first_deadlines(short: Stack) -
     assert "Declining expired" not in Path(short.prefill.log_file).read_text()
 
 
+@on_short
 def test_an_idle_turns_blocks_are_free_soon_after_its_lease(short: Stack) -> None:
     until(lambda: load(short).retained_conversations == 0, 30)
     begin(short, "idle")
@@ -110,7 +112,7 @@ def crowd(stack: Stack) -> float:
     before = read(stack.decode.url)
 
     def first(number: int) -> Messages:
-        return begin(stack, f"crowd-{number}", CROWD_WORDS)
+        return begin(stack, f"crowd-{number}", WORDS)
 
     def second(number: int, messages: Messages) -> int:
         return say(stack.url, messages, f"crowd-{number}").status
@@ -142,20 +144,22 @@ def settled(seen: dict[str, float]) -> float:
     return seen.get("retained_turns", 0) + seen.get("not_retained_turns", 0)
 
 
-def test_ten_times_more_conversations_than_fit_wait_for_no_retained_block(start_stack: StartStack) -> None:
-    fit = CONVERSATIONS // 10
-    options = {"num_gpu_blocks_override": fit * CROWD_BLOCKS + 1, "max_model_len": 1024}
-    one_way = {"connector": "stock", "extra_config": {"bidirectional_kv_xfer": False}}
-    stock = start_stack(prefill_options=one_way, decode_options=options | one_way)
-    stock_s = crowd(stock)
-    stock.stop()
-    stack = start_stack(decode_options=options)
+@pytest.mark.stack("crowd", last=True)  # for it ends with another stack
+def test_ten_times_more_conversations_than_fit_wait_for_no_retained_block(stack_with: StackWith) -> None:
+    stack = stack_with(decode_options=CROWDED)
+    before = figures(stack)
     ours_s = crowd(stack)
-    until(lambda: settled(figures(stack)) == 2 * CONVERSATIONS, 10)
+    until(lambda: settled(figures(stack)) - settled(before) == 2 * CONVERSATIONS, 60)
     seen = figures(stack)
+    one_way = {"connector": "stock", "extra_config": {"bidirectional_kv_xfer": False}}
+    stock_s = crowd(stack_with(prefill_options=one_way, decode_options=CROWDED | one_way))
     print(f"mean seconds in the queue: {ours_s:.4f}, one-directional {stock_s:.4f}; {seen}")
-    yielded = seen.get("withdrawn", 0) - seen.get("idle", 0) + seen.get("not_retained_turns", 0)
+
+    def more(name: str) -> float:
+        return seen.get(name, 0) - before.get(name, 0)
+
+    yielded = more("withdrawn") - more("idle") + more("not_retained_turns")
     assert yielded > CONVERSATIONS // 2, "there was pressure"
-    assert seen.get("waited_ms_most", 0) <= 100
+    assert seen.get("waited_ms", 0) <= 100 * seen.get("waited", 0)
+    assert seen.get("waited_ms_most", 0) <= 2000, "a busy machine may hold one up, a lease lasts longer"
     assert ours_s - stock_s <= 0.1
-    stack.stop()

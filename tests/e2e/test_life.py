@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from urllib.request import Request, urlopen
 
 import pytest
 
-from deploy.rig.stack import Stack
-from kvplane.client.client import ControlPlaneClient
-from tests.e2e.conftest import StartStack
+from tests.e2e.parts import Parts
 from tests.e2e.talk import Messages, assistant, say, user
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.stack("parts")]
 
 
-@pytest.fixture(scope="module")
-def stack(start_stack: StartStack) -> Stack:
-    """Engines with vLLM's calls for developers, and time to end in."""
-    common = {"variables": {"VLLM_SERVER_DEV_MODE": "1"}, "arguments": ["--shutdown-timeout", "20"]}
-    return start_stack(
-        decode_options=common,
-        prefill_options={"extra_config": {"kvplane_ttl_s": 300}},
-        plane_arguments=["--turn-wait", "2"],  # for announcements that are on their way
-    )
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The parts, and a router that waits for announcements that are on their way."""
+
+    parts: Parts
+    url: str
+
+    @property
+    def prefill_url(self) -> str:
+        return self.parts.prefill.url
+
+    @property
+    def decode_url(self) -> str:
+        return self.parts.decode.url
+
+
+@pytest.fixture
+def stack(parts: Parts) -> Stack:
+    return Stack(parts, parts.router("--turn-wait", "2").url)
 
 
 def post(url: str, body: Mapping[str, object] | None = None, timeout_s: float = 90.0) -> int:
@@ -66,16 +74,16 @@ def moved(url: str, name: str, least: float, within_s: float = 15.0) -> dict[str
 
 
 def test_metrics_are_on_the_engines_own_page(stack: Stack) -> None:
-    kept, pulled = metrics(stack.decode.url), metrics(stack.prefill.url)  # other tests came before
+    kept, pulled = metrics(stack.decode_url), metrics(stack.prefill_url)  # other tests came before
     messages = turn(stack, "seen")
-    moved(stack.decode.url, "retained_turns_total", kept.get("retained_turns_total", 0) + 1)
-    decode = moved(stack.decode.url, "announcements_total", kept.get("announcements_total", 0) + 1)
+    moved(stack.decode_url, "retained_turns_total", kept.get("retained_turns_total", 0) + 1)
+    decode = moved(stack.decode_url, "announcements_total", kept.get("announcements_total", 0) + 1)
     assert decode["retained_blocks"] >= 4
     assert decode["control_plane_attached"] == 1
     assert decode["budget_blocks"] > 100
     answer = say(stack.url, messages, "seen", path="pull")
     assert answer.path == "pull", answer.reason
-    prefill = moved(stack.prefill.url, "pulls_total", pulled.get("pulls_total", 0) + 1)
+    prefill = moved(stack.prefill_url, "pulls_total", pulled.get("pulls_total", 0) + 1)
 
     def more(name: str) -> float:
         return prefill[name] - pulled.get(name, 0)
@@ -89,9 +97,9 @@ def test_metrics_are_on_the_engines_own_page(stack: Stack) -> None:
 def test_a_pause_does_not_wait_for_leases_and_nothing_is_reused_after(stack: Stack) -> None:
     messages = turn(stack, "paused")
     begin = time.monotonic()
-    assert post(f"{stack.decode.url}/pause?mode=abort&clear_cache=true") == 200
+    assert post(f"{stack.decode_url}/pause?mode=abort&clear_cache=true") == 200
     assert time.monotonic() - begin < 60  # a lease takes minutes
-    assert post(f"{stack.decode.url}/resume") == 200
+    assert post(f"{stack.decode_url}/resume") == 200
     answer = say(stack.url, messages, "paused")
     assert (answer.status, answer.path) == (200, "cold"), answer.reason
     messages = [*messages, assistant(answer.text), user(20, "and again")]
@@ -100,29 +108,23 @@ def test_a_pause_does_not_wait_for_leases_and_nothing_is_reused_after(stack: Sta
 
 def test_nothing_is_reused_after_new_weights(stack: Stack) -> None:
     messages = turn(stack, "reloaded")
-    before = metrics(stack.decode.url).get("cache_resets_total", 0)
-    assert post(f"{stack.decode.url}/collective_rpc", {"method": "reload_weights"}) == 200
+    before = metrics(stack.decode_url).get("cache_resets_total", 0)
+    assert post(f"{stack.decode_url}/collective_rpc", {"method": "reload_weights"}) == 200
     answer = say(stack.url, messages, "reloaded")
     assert (answer.status, answer.path) == (200, "cold"), answer.reason
-    moved(stack.decode.url, "cache_resets_total", before + 1)
+    moved(stack.decode_url, "cache_resets_total", before + 1)
 
 
 def test_an_engine_that_is_told_to_end_leaves_nothing_behind(stack: Stack) -> None:
     turn(stack, "ended")
-
-    async def left() -> tuple[int, int]:
-        async with ControlPlaneClient(stack.plane.grpc_address) as client:
-            locations, _ = await client.list_locations()
-            return len(await client.list_engines()), len(locations)
-
-    engines, locations = asyncio.run(left())
-    assert engines == 2
-    assert locations >= 1
+    parts = stack.parts
+    ended = parts.decode_id
+    assert ended in parts.engines()
+    assert parts.held(ended) >= 1
     begin = time.monotonic()
-    stack.decode.stop(grace=60)
+    parts.decode.stop(grace=60)
     took = time.monotonic() - begin
-    assert asyncio.run(left()) == (1, 0)
-    assert took < 30
-    stack.decode.start()  # for the other tests, which come in any order
-    stack.decode.wait_ready()
-    stack.plane.wait_engines()
+    left = (ended in parts.engines(), parts.held(ended))
+    parts.restart_decode(same_id=False)  # for the other tests, which come in any order
+    assert left == (False, 0)
+    assert took < 45
