@@ -40,6 +40,16 @@ def test_a_daemon_set_has_no_budget() -> None:
     ]
 
 
+def test_a_user_of_etcd_may_be_called_anything() -> None:
+    rendered = made("etcd-tls", controlPlane={"etcd": {"user": "kv:a@b/c d"}})
+    assert "://kv%3Aa%40b%2Fc%20d@" in config_of(rendered.arguments(CONTROL_PLANE)).store
+
+
+def test_a_dashboard_may_have_no_label() -> None:
+    rendered = made("everything", monitoring={"dashboard": {"labels": {"grafana_dashboard": None}}})
+    assert any("dashboard" in one["metadata"]["name"] for one in rendered.of("ConfigMap"))
+
+
 def test_budgets_keep_no_pod_that_is_not_ready() -> None:
     budgets = made("minimal").of("PodDisruptionBudget")
     assert {budget["metadata"]["name"] for budget in budgets} == {CONTROL_PLANE, ROUTER}

@@ -30,6 +30,11 @@ BY_SCHEMA: list[tuple[dict[str, Any], str]] = [
     ({"tls": {"source": "yes"}}, "'none', 'secret', 'cert-manager'"),
     ({"logLevel": "loud"}, "/logLevel"),
     ({"ipFamily": "v6"}, "'IPv4', 'IPv6'"),
+    ({"controlPlane": {"etcd": {"endpoints": ["etcd?tls=false:2379"]}}}, "/controlPlane/etcd/endpoints/0"),
+    (
+        {"controlPlane": {"etcd": {"passwordSecret": {"key": "../x"}}}},
+        "/controlPlane/etcd/passwordSecret/key",
+    ),
     ({"image": {"repository": ""}}, "/image/repository"),
     ({"image": {"tag": "a b"}}, "/image/tag"),
     ({"router": {"disruptionBudget": {"maxUnavailable": "150%"}}}, "/router/disruptionBudget/maxUnavailable"),

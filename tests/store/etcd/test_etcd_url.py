@@ -131,6 +131,7 @@ def test_errors_are_one_line_that_names_what_is_allowed(url: str, says: str) -> 
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 200
+    assert "that is etcd://" not in str(caught.value)  # an error told within another
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- if $etcd.tlsSecret }}{{ $query = append $query "ca=/etc/kvplane/etcd/ca.crt" }}{{ end -}}
 {{- if and $etcd.tlsSecret $etcd.clientCertificate }}{{ $query = concat $query (list "cert=/etc/kvplane/etcd/tls.crt" "key=/etc/kvplane/etcd/tls.key") }}{{ end -}}
 {{- if $etcd.user }}{{ $query = append $query (printf "password_file=/etc/kvplane/etcd-password/%s" $etcd.passwordSecret.key) }}{{ end -}}
-etcd://{{ if $etcd.user }}{{ $etcd.user }}@{{ end }}{{ join "," $etcd.endpoints }}{{ $etcd.prefix }}{{ if $query }}?{{ join "&" $query }}{{ end }}
+etcd://{{ if $etcd.user }}{{ $etcd.user | urlquery | replace "+" "%20" }}@{{ end }}{{ join "," $etcd.endpoints }}{{ $etcd.prefix }}{{ if $query }}?{{ join "&" $query }}{{ end }}
 {{- end }}
 {{- end }}
 

@@ -160,8 +160,9 @@ def _pem(options: Mapping[str, str], name: str) -> bytes | None:
 
 
 def _password(options: Mapping[str, str]) -> str:
+    content = _read(options, "password_file")
     try:
-        return password_in(_read(options, "password_file"))
+        return password_in(content)
     except ValueError as error:
         raise StoreUrlError(f"etcd:// has a password_file that is {error}") from None
 
