@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import structlog
 import uvloop
@@ -225,14 +226,22 @@ async def router(
     plane_address: str | None,
     siblings: Siblings | None = None,
     shown: MetricsPort | None = None,
+    open_turns: Callable[[], Any] | None = None,
 ) -> AsyncIterator[int]:
-    """Run a router, alone or as one of several; gives its port, and has its metrics shown."""
+    """Run a router, alone or as one of several; gives its port, and has its metrics shown.
+
+    `open_turns`, as RouterServer has it.
+    """
     if problem := too_few_files(config.max_requests):
         log.warning("too_few_files", problem=problem)
     async with tracing(config, "kvplane-router") as tracer:
         owner = f"router-{secrets.token_hex(8)}"
         server = RouterServer(
-            _router_settings(config, plane_address), owner=owner, siblings=siblings, tracer=tracer
+            _router_settings(config, plane_address),
+            open_turns=open_turns,
+            owner=owner,
+            siblings=siblings,
+            tracer=tracer,
         )
         try:
             port = await server.start()
@@ -244,11 +253,16 @@ async def router(
 
 
 @asynccontextmanager
-async def _routers(config: Config, plane_address: str | None, shown: MetricsPort) -> AsyncIterator[int]:
-    """Run a router, in as many processes as are wanted; gives its port."""
+async def _routers(
+    config: Config,
+    plane_address: str | None,
+    shown: MetricsPort,
+    open_turns: Callable[[], Any] | None = None,
+) -> AsyncIterator[int]:
+    """Run a router, in as many processes as are wanted; gives its port. One of them takes `open_turns`."""
     check_hops(config)
     if config.workers == 1:
-        async with router(config, plane_address, shown=shown) as port:
+        async with router(config, plane_address, shown=shown, open_turns=open_turns) as port:
             yield port
         return
     _router_settings(config, plane_address)
@@ -294,7 +308,9 @@ async def up(config: Config, stop: asyncio.Event) -> None:
     async with (
         _metrics(config) as shown,
         _control_plane(config, shown) as plane,
-        _routers(config, _joined(config.grpc_host, plane.port), shown) as http_port,
+        _routers(
+            config, _joined(config.grpc_host, plane.port), shown, open_turns=plane.open_turns
+        ) as http_port,
     ):
         if not _names_engines(config):
             log.info("engines_not_named", remedy="--prefill and --decode, or kvplane_endpoint on the engines")

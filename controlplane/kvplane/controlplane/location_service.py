@@ -21,7 +21,7 @@ from kvplane.controlplane.releases import Releases
 from kvplane.controlplane.tally import CallTally
 from kvplane.controlplane.touches import Touches
 from kvplane.controlplane.turn_groups import HIT
-from kvplane.controlplane.turn_streams import multiplexed
+from kvplane.controlplane.turn_streams import Write, multiplexed
 from kvplane.controlplane.turns import BegunTurn, Turns
 from kvplane.store.base import Event
 from kvplane.store.errors import CompactedError, FutureRevisionError
@@ -324,11 +324,15 @@ class LocationServicer(location_pb2_grpc.LocationServiceServicer):
         self, request_iterator: AsyncIterator[location_pb2.TurnsRequest], context: Any
     ) -> None:
         """See the protos. It writes its answers itself: each layer of generators costs a turn of the loop."""
+        await self.serve_turns(request_iterator, context.write)
+
+    async def serve_turns(self, requests: AsyncIterator[location_pb2.TurnsRequest], write: Write) -> None:
+        """Serve a Turns stream, whatever it comes by."""
         with self._streams.take():
             await multiplexed(
                 self,
-                request_iterator,
-                context.write,
+                requests,
+                write,
                 self._ledger.start,
                 self._tally,
                 self._operations,

@@ -27,6 +27,7 @@ from kvplane.controlplane.gate import Gate
 from kvplane.controlplane.guard import Counted, guarded
 from kvplane.controlplane.holdings import HoldingsCount
 from kvplane.controlplane.ledger import Ledger
+from kvplane.controlplane.local_turns import LocalTurns
 from kvplane.controlplane.location_service import LocationServicer
 from kvplane.controlplane.locations import Locations
 from kvplane.controlplane.meter import Meter
@@ -346,6 +347,10 @@ class ControlPlaneServer:
         status = kind.SERVING if serving else kind.NOT_SERVING
         for service in ("", *SERVICES):
             await self._health.set(service, status)
+
+    def open_turns(self) -> LocalTurns:
+        """Open a Turns stream for a router in this process, in its event loop: no caller is asked for."""
+        return LocalTurns(self.plane.location_servicer.serve_turns)
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """Take no new calls, let those under way finish for at most `grace_s` seconds, stop. Idempotent."""

@@ -88,6 +88,7 @@ class RouterServer:
     """A router. `async with` starts it and drains it at the end.
 
     `plane` is used and left open; without one a client of `settings.plane_address` is made and closed.
+    `open_turns` opens streams of turns to that control plane by a shorter way, if there is one.
     `owner` is the name under which it claims, unique among routers; `monotonic` reads seconds, `wall` seconds
     since the epoch.
     `siblings` are router processes on the same port.
@@ -99,6 +100,7 @@ class RouterServer:
         *,
         registry: CollectorRegistry | None = None,
         plane: PlaneClient | None = None,
+        open_turns: Callable[[], Any] | None = None,
         owner: str = "",
         monotonic: Callable[[], float] | None = None,
         wall: Callable[[], float] = wall_s,
@@ -110,6 +112,7 @@ class RouterServer:
         self._tracer = tracer or Tracer()
         self.metrics = RouterMetrics(registry or CollectorRegistry())
         self._plane_client = plane
+        self._open_turns = open_turns
         self._own_client: ControlPlaneClient | None = None
         self._own_turns: TurnsStream | None = None
         self._owner = owner or f"router-{uuid.uuid4().hex}"
@@ -209,7 +212,7 @@ class RouterServer:
         turns: TurnsClient | None = self._plane_client
         if client is None and settings.plane_address is not None:
             client = self._own_client = ControlPlaneClient(settings.plane_address, credentials=credentials)
-            turns = self._own_turns = TurnsStream(self._own_client.open_turns)
+            turns = self._own_turns = TurnsStream(self._open_turns or client.open_turns)
         if client is not None and turns is not None:
             self._plane = Plane(
                 client,

@@ -94,7 +94,7 @@ class _Series:
     def rows(
         self, bench: str, case: str, unit: str, *, target: Target | None = None, against: str = ""
     ) -> list[Row]:
-        """Return a row per system; the target is ours, and it all is against one system, if it is there."""
+        """Return a row per system; targets are for ours, and it all is against one system, if it is there."""
         base = tuple(self.by_system.get(against, ()))
         return [
             Row(
@@ -103,7 +103,7 @@ class _Series:
                 unit,
                 tuple(values),
                 base if name != against else (),
-                target if name == systems.OURS else None,
+                target if name in (systems.OURS, systems.TOGETHER) else None,
             )
             for name, values in self.by_system.items()
         ]
@@ -141,7 +141,7 @@ class _Rig:
         self, options: RoutingOptions, plane: str, router_cores: tuple[int, ...], load_cores: tuple[int, ...]
     ) -> None:
         self._options = options
-        self._systems = (systems.kvplane(plane), systems.BARE_PROXY, *options.peers)
+        self._systems = (systems.kvplane(plane), systems.together(), systems.BARE_PROXY, *options.peers)
         self._plane = plane
         self._router_cores = router_cores
         self._load_cores = load_cores

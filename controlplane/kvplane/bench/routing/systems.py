@@ -24,7 +24,7 @@ from kvplane.bench.routing.mock import Engines
 _START_S = 60.0
 _LOG_LINES = 12
 
-OURS, BARE = "kvplane", "bare proxy"
+OURS, TOGETHER, BARE = "kvplane", "kvplane up", "bare proxy"
 KVPLANE = (sys.executable, "-c", "import sys; from kvplane.cli.entry import main; sys.exit(main())")
 
 
@@ -57,6 +57,12 @@ def kvplane(plane: str, workers: int = 1) -> System:
     more = ("--workers", str(workers)) if workers > 1 else ()
     legs = ("--prefill", "{prefill}", "--decode", "{decode}")
     return System(name, (*KVPLANE, "route", "--port", "{port}", "--plane", plane, *legs, *more))
+
+
+def together() -> System:
+    """Return our router with the control plane in its process."""
+    ports = ("--port", "{port}", "--grpc-port", str(free_port()))
+    return System(TOGETHER, (*KVPLANE, "up", *ports, "--prefill", "{prefill}", "--decode", "{decode}"))
 
 
 BARE_PROXY = System(
