@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from kvplane.router import connections, served
-from kvplane.router.openai import read_object
+from kvplane.router.openai import dump, parse_json, read_object
 from kvplane.router.upstream import client_headers
 from tests.router.rig import CHAT, long_text, rig, until
 from tests.router.stub import WELL, Answer, Stub, front
@@ -102,3 +104,31 @@ async def test_an_answer_that_is_larger_than_any_is_read_no_further(
         status, _, body = await f.raw(path)
         assert status == 502
         assert b"filler" not in body
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a":NaN,"b":[-Infinity,Infinity]}',
+        "[1e999,-1e999,1e-999,0.1,-0.0]",
+        '{"halves":"\\ud800 \\udfff","whole":"\\ud83d\\ude00"}',
+        "[18446744073709551616,-9223372036854775809,18446744073709551615]",
+        '{"z":{"":null,"a":true},"é":["\\u0000\\u2028"]}',
+        "[" * 256 + "]" * 256,
+    ],
+)
+def test_what_json_holds_is_passed_on_as_it_is(text: str) -> None:
+    value = parse_json(text.encode("utf-8"))
+    assert repr(json.loads(dump(value))) == repr(json.loads(text))
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(values)
+def test_any_json_is_passed_on_as_it_is(value: object) -> None:
+    text = json.dumps(value)
+    assert repr(json.loads(dump(parse_json(text.encode())))) == repr(json.loads(text))

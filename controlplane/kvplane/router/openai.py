@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
+
+import orjson
 
 Body = dict[str, Any]
 
@@ -54,6 +57,16 @@ class BadRequestError(ValueError):
         self.param = param
 
 
+class _OddFloat(float):
+    """A number that JSON has not, or not within its range; orjson would write null for it."""
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _OddFloat(value)
+
+
+_DECODER = json.JSONDecoder(parse_float=_float, parse_constant=_OddFloat)
 _MOST_VALUES = 2_000_000
 """More than a prompt of a million token ids has."""
 _MOST_DEPTH = 256
@@ -72,7 +85,7 @@ def parse_json(raw: bytes) -> Any:
         # Small values take many times their text in memory.
         raise BadRequestError(f"The request body has more than {_MOST_VALUES:,} values.")
     try:
-        value = json.loads(raw)
+        value = _DECODER.decode(raw.decode(json.detect_encoding(raw), "surrogatepass"))
     except RecursionError:
         raise BadRequestError(_TOO_DEEP) from None
     if sum(map(raw.count, b"[{")) > _MOST_DEPTH and _depth(raw) > _MOST_DEPTH:
@@ -117,8 +130,11 @@ def parse_body(raw: bytes) -> Body:
 
 
 def dump(value: object) -> bytes:
-    """Return JSON as bytes, without spaces."""
-    return json.dumps(value, separators=(",", ":")).encode()
+    """Return JSON as bytes, without spaces. What `parse_json` gave comes out as it went in."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:  # longer integers, halves of surrogate pairs, infinity, deep nesting: Python's can
+        return json.dumps(value, separators=(",", ":")).encode()
 
 
 _KINDS = {
