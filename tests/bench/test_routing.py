@@ -121,10 +121,10 @@ def test_all_of_it_runs() -> None:
     options = RoutingOptions(0.2, 1, 20, (systems.peer(f"other={command}"),))
     rows = uvloop.run(run(["first-token", "rate", "gaps", "memory"], options))
     names = {row.case.split(":", 1)[0] for row in rows}
-    assert names == {"direct", systems.OURS, systems.BARE, "other"}
+    assert names == {"direct", systems.OURS, systems.TOGETHER, systems.BARE, "other"}
     assert {row.bench for row in rows} == set(BENCHES) - {"workers"}
     assert all(row.value > 0 for row in rows)
-    assert sum(row.target is not None for row in rows) == 4  # ours only
+    assert sum(row.target is not None for row in rows) == 8  # ours only
 
 
 def test_workers_are_compared_by_clock_and_by_cpu() -> None:
