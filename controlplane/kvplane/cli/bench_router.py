@@ -52,9 +52,9 @@ def bench_router(
     two worker processes against one, 128 at once on all cores, and what they carry by the CPU of the busier
     one, which is what counts where cores are not shared with the load.
 
-    "kvplane" is `kvplane route` beside a control plane, "kvplane up" both in one process, whose CPU and memory
-    are then those of both. The bare proxy is a prefill/decode proxy of 40 lines on the same HTTP library that does nothing else.
-    Peers are what you have installed, for example
+    "kvplane" is `kvplane route` beside a control plane, "kvplane up" both in one process: its CPU and memory
+    are those of both. The bare proxy is a prefill/decode proxy of 40 lines on the same HTTP library that does
+    nothing else. Peers are what you have installed, for example
 
       --peer "rust=vllm-router --host 127.0.0.1 --port {port} --vllm-pd-disaggregation --kv-connector nixl
       --prefill {prefill} --decode {decode}"
