@@ -50,6 +50,7 @@ def test_protobuf_types_stop_at_the_edge() -> None:
         "validate.py",
         "attachments.py",
         "turn_streams.py",
+        "local_turns.py",
         "server.py",
         "errors.py",
         "reflection.py",
