@@ -93,16 +93,33 @@ class Accounts:
 
     def add(self, name: str, sign: int, tokens: int, blocks: int, now: float) -> None:
         """Have a location of a name more, or with `sign` -1 one less."""
-        self._change(name, sign, sign * tokens, sign * blocks, sign * blocks, now)
+        account = self._shown.get(name)
+        if account is None:
+            self._change(name, sign, sign * tokens, sign * blocks, sign * blocks, now)
+            return
+        # As Account.change: this is done for each claim and announcement, and calls take most of the time.
+        if now > account.since:
+            account.block_s += account.held_blocks * (now - account.since)
+            account.since = now
+        blocks *= sign
+        account.held_blocks += blocks
+        account.conversations += sign
+        account.tokens += sign * tokens
+        account.blocks += blocks
 
     def hold(self, name: str, blocks: int, now: float) -> None:
         """Hold blocks of a name for a claim, or no longer."""
-        self._change(name, 0, 0, 0, blocks, now)
-
-    def _change(self, name: str, conversations: int, tokens: int, blocks: int, held: int, now: float) -> None:
         account = self._shown.get(name)
         if account is None:
-            account = self._of(name, now)
+            self._change(name, 0, 0, 0, blocks, now)
+            return
+        if now > account.since:
+            account.block_s += account.held_blocks * (now - account.since)
+            account.since = now
+        account.held_blocks += blocks
+
+    def _change(self, name: str, conversations: int, tokens: int, blocks: int, held: int, now: float) -> None:
+        account = self._of(name, now)
         account.change(conversations, tokens, blocks, held, now)
         if not account.is_shown:
             self._has_others = True

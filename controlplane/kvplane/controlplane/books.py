@@ -74,18 +74,17 @@ class RetentionBooks:
             if claim is not None:
                 now = self.now()
                 self.ages.observe(now - claim.began)
-                self._hold(claim, -claim.blocks, now)
+                self.engines.hold(claim.engine_id, -claim.blocks, now)
+                self.tenants.hold(claim.tenant_id, -claim.blocks, now)
                 self._ended[key] = claim
                 if len(self._ended) > _ENDED:
                     self._ended.popitem(last=False)
         elif event.previous is None and not key.startswith(_QUARANTINES):
             now = self.now()
-            claim = self.claims[key] = OpenClaim(*records.claim_sizes(event.current.value), now)
-            self._hold(claim, claim.blocks, now)
-
-    def _hold(self, claim: OpenClaim, blocks: int, now: float) -> None:
-        self.engines.hold(claim.engine_id, blocks, now)
-        self.tenants.hold(claim.tenant_id, blocks, now)
+            engine_id, tenant_id, tokens, blocks = records.claim_sizes(event.current.value)
+            self.claims[key] = OpenClaim(engine_id, tenant_id, tokens, blocks, now)
+            self.engines.hold(engine_id, blocks, now)
+            self.tenants.hold(tenant_id, blocks, now)
 
     def settle(self, claim_id: str, how: str) -> None:
         """See tally.Books: a claim whose reader is done has saved its tokens.

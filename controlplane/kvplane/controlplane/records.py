@@ -55,7 +55,9 @@ def dump_location(value: m.Location) -> bytes:
     """Return a location as stored."""
     record = pb.LocationRecord()
     _fill_location(record, value)
-    return record.SerializeToString()
+    raw = record.SerializeToString()
+    _seen[:] = [(raw, record), *_seen[:1]]
+    return raw
 
 
 def load_location(raw: bytes) -> m.Location:
@@ -215,7 +217,9 @@ def dump_claim(value: m.Claim) -> bytes:
     _fill_location(record.location, value.location)
     if value.unknown:
         record.MergeFromString(value.unknown)
-    return record.SerializeToString()
+    raw = record.SerializeToString()
+    _claim_seen[:] = [(raw, record)]
+    return raw
 
 
 def load_claim(raw: bytes) -> m.Claim:
