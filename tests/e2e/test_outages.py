@@ -84,16 +84,20 @@ def test_the_control_plane_killed_and_restarted(parts: Parts) -> None:
         parts.until_attached()
 
 
-@pytest.mark.parametrize(
-    "same_id",
-    [
-        pytest.param(False, id="as-another-engine", marks=on_parts),
-        # P's NIXL takes it for the one that died, and reads nothing from it any more.
-        pytest.param(True, id="with-the-same-engine-id", marks=pytest.mark.stack("parts", last=True)),
-    ],
-)
+def until_pulled(url: str, conversation_id: str, within_s: float = 90.0) -> None:
+    """Go on with a conversation until the prefill engine has read from the decode engine."""
+    messages, ends = [user(60, conversation_id)], time.monotonic() + within_s
+    while not (answer := say(url, messages, conversation_id, path="pull", timeout_s=60)).reused_tokens:
+        assert time.monotonic() < ends, f"nothing pulled: {answer.status} {answer.path} {answer.reason}"
+        if answer.status == 200:
+            messages += [assistant(answer.text), user(5, f"{time.monotonic()}")]
+
+
+@on_parts
+@pytest.mark.parametrize("same_id", [False, True], ids=["as-another-engine", "with-the-same-engine-id"])
 def test_the_decode_engine_killed_and_restarted(parts: Parts, same_id: bool) -> None:
     name, url = f"killed, {same_id}", parts.router().url
+    until_pulled(url, f"{name}, before")
     messages: Messages = [user(60, name)]
     answer = say(url, messages, name)
     assert answer.status == 200, answer.body
@@ -113,4 +117,4 @@ def test_the_decode_engine_killed_and_restarted(parts: Parts, same_id: bool) -> 
         assert time.monotonic() < ends, answer.body
         time.sleep(0.2)
     assert answer.path == "cold", answer.reason
-    until_reused(url, f"{name}, after")
+    until_pulled(url, f"{name}, after")

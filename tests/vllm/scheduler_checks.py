@@ -350,6 +350,22 @@ def check_the_worker_declines_a_read_that_begins_too_late() -> None:
     assert len(asked) == 2
 
 
+def check_the_worker_shakes_hands_anew_with_an_engine_that_a_read_from_failed() -> None:
+    marked, cleaned = list[str](), list[set[str]]()
+    worker = SimpleNamespace(
+        _remote_agents={"lost": {}, "well": {}, "waits": {}},
+        _failed_remote_engines={"lost", "waits", "never met"},
+        _invalid_remote_engines={"waits"},
+    )
+    compat.renew_failed_peers(worker)  # of a vLLM that knows nothing of the kind
+    assert not hasattr(worker, "_cleanup_remote_engines")
+    worker._mark_remote_engine_invalid = lambda engine_id, now: marked.append(engine_id)
+    worker._cleanup_remote_engines = lambda: cleaned.append(set(worker._failed_remote_engines))
+    compat.renew_failed_peers(worker)
+    worker._cleanup_remote_engines()
+    assert (marked, cleaned) == (["lost"], [{"lost", "waits", "never met"}])
+
+
 def check_a_workers_deadline_is_by_its_own_clock() -> None:
     """The scheduler's clock may be days apart where a worker runs on another machine."""
     for ahead_s in (-0.5 * under_test._clock(), 0.0, 86_400.0):

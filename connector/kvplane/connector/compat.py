@@ -101,6 +101,26 @@ def decline_late_reads(worker: Any) -> None:
     worker._is_turn2_read_expired = is_late
 
 
+def renew_failed_peers(worker: Any) -> None:
+    """Have a worker shake hands anew with an engine that a read from failed.
+
+    One that was started again under its old id is another NIXL agent, and every read by the old one fails.
+    vLLM drops an agent only if another id comes to its address, or NIXL itself has forgotten it (0.32, in
+    whose way and at whose intervals it is dropped here, once no read uses it; older ones have none).
+    """
+    clean_up = getattr(worker, "_cleanup_remote_engines", None)
+    if clean_up is None or not hasattr(worker, "_mark_remote_engine_invalid"):
+        return
+
+    def renew_and_clean_up() -> None:
+        failed = worker._failed_remote_engines - worker._invalid_remote_engines
+        for engine_id in failed & worker._remote_agents.keys():
+            worker._mark_remote_engine_invalid(engine_id, time.perf_counter())
+        clean_up()
+
+    worker._cleanup_remote_engines = renew_and_clean_up
+
+
 def settled_tokens(request: Any) -> int:
     """Return how many of a request's tokens have their KV complete.
 

@@ -38,6 +38,7 @@ class KVPlaneConnector(compat.ConnectorBase):  # type: ignore[misc]  # vLLM is n
             self.connector_scheduler = self._kvplane
             return
         compat.decline_late_reads(self.connector_worker)
+        compat.renew_failed_peers(self.connector_worker)
         if vllm_config.kv_transfer_config.kv_role == "kv_consumer":
             compat.quiet_releases(self.connector_worker)
 
