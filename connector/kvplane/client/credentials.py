@@ -38,7 +38,7 @@ class SecuritySettings:
     def __post_init__(self) -> None:
         if bool(self.cert) != bool(self.key):
             given, missing = ("cert", "key") if self.cert else ("key", "cert")
-            raise ValueError(f"{given}: {missing} is missing; a certificate and its key belong together")
+            raise ValueError(f"{missing}: missing beside {given}; a certificate and its key belong together")
         if self.ca or self.cert or self.server_name:
             object.__setattr__(self, "tls", True)
 
@@ -125,6 +125,15 @@ class Credentials:
 def open_credentials(settings: SecuritySettings | None) -> Credentials | None:
     """Return credentials, None where there is nothing to show and nobody to check. Raises FileError."""
     return None if settings is None or settings.empty else Credentials(settings)
+
+
+def setting_of(settings: SecuritySettings, error: FileError) -> str:
+    """Return the name of the setting whose file an error, which begins with its path, is about."""
+    for name in ("token_file", "ca", "key", "cert"):
+        path = getattr(settings, name)
+        if path and str(error).startswith((f"{path}:", f"{path},")):
+            return name
+    return "cert"
 
 
 def is_loopback(address: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvplane.client.address import checked_address
-from kvplane.client.credentials import SecuritySettings, check_reach, open_credentials
+from kvplane.client.credentials import SecuritySettings, check_reach, open_credentials, setting_of
 from kvplane.client.files import FileError
 
 PREFIX = "kvplane_"
@@ -160,7 +160,7 @@ def read_config(
     except ValueError as error:
         raise ConfigError(f"{PREFIX}{error}") from None
     except FileError as error:
-        raise ConfigError(f"{_key_of(config, error)}: {error}") from None
+        raise ConfigError(f"{PREFIX}{setting_of(config.security, error)}: {error}") from None
     return config
 
 
@@ -179,12 +179,6 @@ def _flag(given: Mapping[str, Any], key: str) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{key}: {value!r} is not true or false")
     return value
-
-
-def _key_of(config: ConnectorConfig, error: FileError) -> str:
-    """Return the key that names the file of an error, which begins with its path."""
-    named = [name for name in _SECURITY if (path := getattr(config, name)) and str(error).startswith(path)]
-    return f"{PREFIX}{named[0]}" if named else f"{PREFIX}cert"
 
 
 def _address(value: str) -> str:

@@ -114,18 +114,20 @@ def _target(
 
 def _credentials(plane: str, settings: tuple[bool, str, str, str, str, str]) -> Credentials:
     """Return what options say. Raises StartError."""
-    from kvplane.client.credentials import Credentials, SecuritySettings, check_reach
+    from kvplane.client.credentials import Credentials, SecuritySettings, check_reach, setting_of
     from kvplane.client.files import FileError
 
     try:
         security = SecuritySettings(*settings)
         check_reach(plane, security)
-        return Credentials(security)
     except ValueError as error:
         name, _, what = str(error).partition(":")
         raise StartError(f"--plane-{name.replace('_', '-')}:{what.replace('_', '-')}") from None
+    try:
+        return Credentials(security)
     except FileError as error:
-        raise StartError(f"credentials for the control plane: {error}") from None
+        option = setting_of(security, error).replace("_", "-")
+        raise StartError(f"--plane-{option} {error}") from None
 
 
 def asks_plane(command: Callable[..., T]) -> Callable[..., T]:

@@ -19,7 +19,7 @@ from kvplane.cli.errors import StartError as StartError
 from kvplane.cli.front import check_hops, engine_files, server_files
 from kvplane.cli.metrics_port import MetricsPort, MetricsPortError
 from kvplane.cli.metrics_tls import metrics_tls
-from kvplane.cli.security import check_grpc_reach, check_up, client_security, server_security
+from kvplane.cli.security import check_files, check_grpc_reach, check_up, client_security, server_security
 from kvplane.cli.tenant_limits import LimitsFile, following
 from kvplane.cli.tracing import tracing
 from kvplane.cli.watchdog import signs_of_life
@@ -287,12 +287,14 @@ async def _until(stop: asyncio.Event, plane: ControlPlaneServer) -> None:
 
 async def serve(config: Config, stop: asyncio.Event) -> None:
     """Run a control plane alone."""
+    await check_files(config, serves=True)
     async with _metrics(config) as shown, _control_plane(config, shown) as plane:
         await _until(stop, plane)
 
 
 async def route(config: Config, stop: asyncio.Event) -> None:
     """Run a router alone."""
+    await check_files(config, asks=True)
     async with _metrics(config) as shown, _routers(config, config.plane, shown):
         await stop.wait()
 
@@ -305,6 +307,7 @@ def _names_engines(config: Config) -> bool:
 async def up(config: Config, stop: asyncio.Event) -> None:
     """Run a control plane and a router that uses it."""
     check_up(config)
+    await check_files(config, serves=True, asks=True)
     async with (
         _metrics(config) as shown,
         _control_plane(config, shown) as plane,

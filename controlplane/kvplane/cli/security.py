@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import structlog
 
 from kvplane.cli.config import Config, ConfigError
 from kvplane.cli.front import is_loopback
 from kvplane.client.credentials import SecuritySettings as ClientSecurity
-from kvplane.client.credentials import check_reach
+from kvplane.client.credentials import check_reach, open_credentials, setting_of
+from kvplane.client.files import FileError
+from kvplane.controlplane.security import SecurityError, open_security
 from kvplane.controlplane.security import SecuritySettings as ServerSecurity
 from kvplane.controlplane.tls import TlsFiles
 
@@ -68,6 +72,35 @@ def client_security(config: Config, address: str | None) -> ClientSecurity:
         name, _, problem = str(error).partition(":")
         raise ConfigError(f"--plane-{name.replace('_', '-')}:{problem.replace('_', '-')}") from None
     return security
+
+
+async def check_files(config: Config, *, serves: bool = False, asks: bool = False) -> None:
+    """Read the files that guard a control plane's port, and those by which a router asks one.
+
+    Before anything starts, so that what is wrong with them is all that is said. Raises ConfigError, which
+    names the option.
+    """
+    if serves:
+        try:
+            await open_security(server_security(config))
+        except SecurityError as error:
+            raise ConfigError(_with_option(config, str(error))) from None
+    if asks:
+        security = client_security(config, None)
+        try:
+            await asyncio.to_thread(open_credentials, security)
+        except FileError as error:
+            option = setting_of(security, error).replace("_", "-")
+            raise ConfigError(f"--plane-{option} {error}") from None
+
+
+def _with_option(config: Config, problem: str) -> str:
+    """Return what is wrong with a file of the control plane's, which begins with its path, with the option."""
+    for name in ("access", "grpc_client_ca", "grpc_tls_key", "grpc_tls_cert"):
+        path = getattr(config, name)
+        if path and problem.startswith((f"{path}:", f"{path},")):
+            return f"--{name.replace('_', '-')} {problem}"
+    return problem
 
 
 def check_up(config: Config) -> None:

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from kvplane.client.client import ControlPlaneClient
-from kvplane.client.credentials import open_credentials
+from kvplane.client.credentials import open_credentials, setting_of
 from kvplane.client.files import FileError
 from kvplane.client.model import Engine as RegisteredEngine
 from kvplane.client.turns import TurnsStream
@@ -179,7 +179,8 @@ class RouterServer:
         try:
             credentials = await asyncio.to_thread(open_credentials, settings.plane_security)
         except FileError as error:
-            raise RouterStartError(f"credentials for the control plane: {error}") from None
+            option = setting_of(settings.plane_security, error).replace("_", "-")
+            raise RouterStartError(f"--plane-{option} {error}") from None
         self._session = session = engine_session(settings, to_engines, reach)
         self._explanations = Explanations(settings.explained_turns, monotonic, remote=settings.debug_remote)
         self._bodies = Bodies(
