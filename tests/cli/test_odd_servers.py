@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 
 from kvplane.cli.fetch import Reach, fetch_text
+from kvplane.controlplane.engine_service import EngineServicer
+from kvplane.controlplane.status import Status, StoreStatus
+from kvplane.store.base import StoreFacts
+from tests.cli import people
 from tests.cli.fleet import Fleet, fleet
 from tests.cli.people import Done, run
 from tests.router.rig import chat, rig, until
@@ -66,6 +70,22 @@ async def never_ends(writer: asyncio.StreamWriter) -> None:
 async def explained(url: str, *more: str) -> Done:
     async with asyncio.timeout(_PATIENCE_S):
         return await run("explain", "x", "--router", url, *more)
+
+
+async def test_a_control_plane_that_waits_for_its_store_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def waits(self: EngineServicer, request: object, context: object) -> object:
+        return await asyncio.get_running_loop().create_future()
+
+    async def frozen(self: Status) -> StoreStatus:
+        return StoreStatus(None, 9.0, "it does not answer within 2 s", "", StoreFacts())
+
+    monkeypatch.setattr(EngineServicer, "ListEngines", waits)
+    monkeypatch.setattr(Status, "_store", frozen)
+    async with people.plane() as plane:
+        for command in (("top", "--once"), ("engines",)):
+            done = await plane.run(*command, "--timeout", "0.2")
+            assert "the control plane answers, but cannot say: its store: it does not answer" in done.error
+            assert done.error.endswith("kvplane doctor tells more")
 
 
 @pytest.fixture

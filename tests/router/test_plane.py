@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from kvplane.client.errors import ControlPlaneError
+from kvplane.client.errors import ControlPlaneError, ControlPlaneUnavailableError
 from tests.fakes.plane import FakePlane
 from tests.router.rig import chat, rig, until
 
@@ -24,6 +24,20 @@ async def test_what_has_never_answered_may_be_something_else() -> None:
     hints = [line.get("hint") for line in logs if line["event"] == "control_plane_unavailable"]
     assert "gRPC port of kvplane serve" in str(hints[0])
     assert hints[1] is None
+
+
+async def test_what_says_why_it_cannot_answer_is_a_control_plane(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def without_store() -> Any:
+        raise ControlPlaneUnavailableError("no endpoint of etcd answers", reason="STORE_UNAVAILABLE")
+
+    plane = FakePlane()
+    monkeypatch.setattr(plane, "list_engines", without_store)
+    with capture_logs() as logs:
+        async with rig(plane=plane, poll_interval_s=0.01):
+            await until(lambda: "control_plane_unavailable" in [line["event"] for line in logs])
+    (line,) = [line for line in logs if line["event"] == "control_plane_unavailable"]
+    assert "no endpoint of etcd answers" in line["problem"]
+    assert "hint" not in line
 
 
 async def test_a_crowd_for_one_conversation_is_no_plane_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:

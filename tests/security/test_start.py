@@ -51,6 +51,7 @@ async def test_a_file_that_cannot_be_used_is_all_that_is_said_and_with_its_optio
 
 async def test_commands_name_the_option_of_a_file_too(issued: Authority) -> None:
     assert (await people.run("engines", "--plane-ca", ABSENT)).error == f"--plane-ca {MISSING}"
-    assert (await people.run("engines", "--plane-token-file", ABSENT)).error == f"--plane-token-file {MISSING}"
+    done = await people.run("engines", "--plane-token-file", ABSENT)
+    assert done.error == f"--plane-token-file {MISSING}"
     done = await people.run("engines", "--plane-cert", issued.ca)
     assert done.error == "--plane-key: missing beside cert; a certificate and its key belong together"

@@ -11,7 +11,7 @@ import inspect
 import re
 import socket
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 DEFAULT_PLANE = "127.0.0.1:50051"
 _SHOWN = 300
+_STATUS_S = 3.0
+"""A control plane tells how it does within two seconds, whatever its store does."""
 _DNS = re.compile(r"dns:(?:///)?([^/:\[\]]+):([0-9]{1,5})")
 
 
@@ -167,12 +169,34 @@ def run(target: Target, work: Callable[[], Awaitable[T]]) -> T:
     from kvplane.client.errors import ControlPlaneError
 
     async def running() -> T:
-        return await work()
+        try:
+            return await work()
+        except ControlPlaneError as error:
+            raise StartError(await explained(target, error)) from None
 
-    try:
-        return asyncio.run(running())
-    except ControlPlaneError as error:
-        raise StartError(problem(target, error)) from None
+    return asyncio.run(running())
+
+
+async def explained(target: Target, error: ControlPlaneError) -> str:
+    """Return in one line what went wrong with a call, and what to do.
+
+    Where nothing came in time, the control plane is asked how it does: it may wait for its store.
+    """
+    import grpc
+
+    from kvplane.client.errors import ControlPlaneError, ControlPlaneUnavailableError
+
+    cause = error.__cause__
+    code = cause.code() if isinstance(cause, grpc.RpcError) and hasattr(cause, "code") else None
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED and not error.reason:
+        try:
+            async with replace(target, timeout_s=max(target.timeout_s, _STATUS_S)).client() as client:
+                status = await client.get_status()
+        except ControlPlaneError:
+            return problem(target, error)
+        why = f"its store: {status.store.trouble}" if status.store.trouble else f"{error}"
+        error = ControlPlaneUnavailableError(why, reason="STORE_UNAVAILABLE")
+    return problem(target, error)
 
 
 def problem(target: Target, error: ControlPlaneError) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from kvplane.cli.connection import Target, problem
+from kvplane.cli.connection import Target, explained
 from kvplane.cli.engines import listed
 from kvplane.cli.fetch import Reach, by_label, fetch_text, samples
 from kvplane.client import model as m
@@ -115,7 +115,7 @@ class Sampler:
         try:
             return await self.look()
         except ControlPlaneError as error:
-            return replace(last, at_s=self._clock.monotonic(), trouble=problem(self._target, error))
+            return replace(last, at_s=self._clock.monotonic(), trouble=await explained(self._target, error))
 
     async def _look_at_router(self, session: aiohttp.ClientSession) -> RouterSample:
         answer = await fetch_text(session, f"{self._router}/metrics", self._how.headers)

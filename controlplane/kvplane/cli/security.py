@@ -95,7 +95,7 @@ async def check_files(config: Config, *, serves: bool = False, asks: bool = Fals
 
 
 def _with_option(config: Config, problem: str) -> str:
-    """Return what is wrong with a file of the control plane's, which begins with its path, with the option."""
+    """Return what is wrong with a file of the control plane's, with its option before its path."""
     for name in ("access", "grpc_client_ca", "grpc_tls_key", "grpc_tls_cert"):
         path = getattr(config, name)
         if path and problem.startswith((f"{path}:", f"{path},")):

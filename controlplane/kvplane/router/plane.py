@@ -256,6 +256,7 @@ class Plane:
                 self._metrics.plane_calls.labels(call, "contended").inc()
                 return None
             self._metrics.plane_calls.labels(call, "unavailable").inc()
+            self._answered = self._answered or bool(error.reason)
             self._note_failure(str(error))
             return None
         except Exception:
@@ -289,8 +290,10 @@ class Plane:
             raise
         except Exception as error:
             self._failures = max(self._failures, _FAILURES_TO_OPEN - 1)
-            # A server that refuses us is the right one.
-            self._answered = self._answered or isinstance(error, UnknownCallerError | NotAllowedError)
+            # A server that refuses us, or says why it cannot, is the right one.
+            refused = isinstance(error, UnknownCallerError | NotAllowedError)
+            said_why = isinstance(error, ControlPlaneError) and bool(error.reason)
+            self._answered = self._answered or refused or said_why
             self._note_failure(f"{type(error).__name__}: {error}")
             return None
         self._answered = True
