@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvplane.cli.config import Config, ConfigError, load_config
+from tests.cli.people import run
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -58,6 +59,33 @@ def test_a_bad_file_is_refused_in_one_line(tmp_path: Path, text: str, said: str)
         load_config({}, write(tmp_path, text))
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("serve", "--location-ttl", "5m"), "--location-ttl 5m: input should be a valid number"),
+        (("serve", "--location-ttl", "-5"), "--location-ttl -5.0: input should be greater than 0"),
+        (("engines", "--timeout", "0"), "--timeout 0: input should be greater than or equal to 0.1"),
+    ],
+)
+async def test_a_time_that_cannot_be_is_told_in_a_line_with_its_unit(
+    arguments: tuple[str, ...], said: str
+) -> None:
+    done = await run(*arguments)
+    assert done.error.startswith(said)
+    assert done.error.endswith("it is in seconds, without a unit, such as 300")
+
+
+async def test_other_values_that_cannot_be_are_told_in_a_line() -> None:
+    said = (await run("serve", "--grpc-port", "x")).error
+    assert said.startswith("--grpc-port x: input should be a valid integer")
+    assert "seconds" not in said
+    assert (await run("engines", "-o", "x")).error == "--output x: 'x' is not one of 'text', 'json'"
+    # Here the usage helps.
+    for arguments in (("end",), ("serve", "--prot", "1")):
+        done = await run(*arguments)
+        assert (done.code, done.error, done.told[:6]) == (2, "", "Usage:")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -88,6 +88,16 @@ async def test_a_control_plane_that_waits_for_its_store_is_one(monkeypatch: pyte
             assert done.error.endswith("kvplane doctor tells more")
 
 
+async def test_a_port_of_grpc_is_no_router() -> None:
+    async with people.plane() as plane:
+        done = await explained(f"http://{plane.address}")
+    assert done.error.startswith(f"--router http://{plane.address}: no router of kvplane's answers there: ")
+    assert "gRPC's port" in done.error
+    assert "name where it is with --router URL" in done.error
+    assert "\\x" not in done.error
+    assert "name where it is with --router URL" in (await explained("http://127.0.0.1:1")).error
+
+
 @pytest.fixture
 async def key(tmp_path: Path) -> str:
     file = tmp_path / "key"

@@ -182,6 +182,19 @@ async def test_ending_says_what_the_api_says(plane: Plane) -> None:
     assert (never.code, never.said.split()[1]) == (0, "nothing:")
 
 
+async def test_a_model_that_no_engine_serves_is_said_to_be_one(plane: Plane) -> None:
+    done = await plane.run("end", "c", "--model", "tyny")
+    assert done.told == "--model tyny: no live engine serves it; none says what it serves\n"
+    epoch = await plane.engine("d", served_models=("m", "tiny"))
+    done = await plane.run("end", "c", "--model", "tyny")
+    assert (done.code, done.said.split()[:2]) == (0, ["c:", "nothing:"])
+    assert done.told == "--model tyny: no live engine serves it; they serve m, tiny\n"
+    assert (await plane.run("end", "c", "--model", "tiny")).told == ""
+    await plane.retain(epoch, key(model="old"))
+    done = await plane.run("end", "c", "--model", "old")
+    assert (done.said.split()[1], done.told) == ("released:", "")
+
+
 async def test_of_another_tenant_nothing_ends(plane: Plane) -> None:
     epoch = await plane.engine("d")
     await plane.retain(epoch, key(tenant="t2"))

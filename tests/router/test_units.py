@@ -287,6 +287,11 @@ def test_urls_have_one_spelling_case_37(value: str, url: str) -> None:
     ("value", "says"),
     [
         ("localhost:8100", "write it as http://localhost:8100"),
+        ("10.0.0.1", "write it as http://10.0.0.1:8100, with the port"),
+        ("host:", "write it as http://host:8100, with the port"),
+        ("fd00::7", "write it as http://[fd00::7]:8100, with the port"),
+        ("[fd00::7]", "write it as http://[fd00::7]:8100, with the port"),
+        ("[fd00::7]:8200", "write it as http://[fd00::7]:8200"),
         ("", "write it as http://HOST:PORT"),
         ("ftp://h", "speak http or https"),
         ("http://", "host is missing"),

@@ -22,6 +22,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from kvplane.cli.errors import IN_SECONDS
 from kvplane.cli.errors import ConfigError as ConfigError
 from kvplane.router.identity import SOURCES
 from kvplane.store.files import MAX_FILE_BYTES
@@ -342,7 +343,9 @@ def load_config(
     except ValidationError as error:
         problem = error.errors()[0]
         name = str(problem["loc"][0]) if problem["loc"] else "configuration"
-        raise ConfigError(f"{_spelled(name, given, tables, file)}: {problem['msg'].lower()}") from None
+        field = Config.model_fields.get(name)
+        unit = IN_SECONDS if field is not None and field.annotation is float else ""
+        raise ConfigError(f"{_spelled(name, given, tables, file)}: {problem['msg'].lower()}{unit}") from None
     except SettingsError as error:
         raise ConfigError(f"{error}".splitlines()[0]) from None
     _check_relations(config)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 import typer.core
 
-from kvplane.cli.errors import ConfigError, StartError
+from kvplane.cli.errors import IN_SECONDS, ConfigError, StartError
 
 
 class Place(NamedTuple):
@@ -96,6 +96,15 @@ class Commands(typer.core.TyperGroup):
             ctx.fail(f"No such command '{args[0]}'. Did you mean {', '.join(map(repr, near))}?")
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: Any) -> Any:
+        """See click. A value that cannot be is told in one line, as one of a file is."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            if type(error) is not typer.BadParameter:  # what is missing is told with the usage
+                raise
+            raise ConfigError(_wrong(error)) from None
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """See click."""
         self._naming = True
@@ -111,6 +120,17 @@ class Commands(typer.core.TyperGroup):
             return super().shell_complete(ctx, incomplete)
         finally:
             self._naming = False
+
+
+def _wrong(error: typer.BadParameter) -> str:
+    """Return what is wrong with a value that was given for an option or an argument."""
+    option: Any = error.param
+    name = option.opts[0] if option.param_type_name == "option" else option.name.upper()
+    cause: Any = error.__cause__  # pydantic's, which knows the value
+    value = f" {cause.errors()[0]['input']}" if hasattr(cause, "errors") else ""
+    said = error.message.removeprefix("Value error, ").rstrip(".")
+    said = said[:1].lower() + said[1:]
+    return f"{name}{value}: {said}{IN_SECONDS if 'econds' in (option.help or '') else ''}"
 
 
 app = typer.Typer(

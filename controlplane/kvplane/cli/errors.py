@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+IN_SECONDS = "; it is in seconds, without a unit, such as 300"
+"""What to do about a time that is wrong."""
+
 
 class ConfigError(ValueError):
     """Configuration that cannot work: one line that names the option and the remedy."""

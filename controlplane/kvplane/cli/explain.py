@@ -15,6 +15,7 @@ from kvplane.router.settings import SettingsError, engine_url
 
 _TRIES = 16
 """Of several workers behind one port each knows its own requests, and a new connection may reach another."""
+_FIX = "name where it is with --router URL or KVPLANE_ROUTER (its HTTP port), or start it with kvplane route"
 _SAID = 300
 """Characters of what a router says is wrong."""
 
@@ -63,11 +64,14 @@ async def _ask(base: str, request_id: str, how: Reach, timeout_s: float) -> dict
             answer = await fetch_json(session, url, how.headers)
         told = answer.body
         if answer.trouble:
-            raise StartError(f"--router {base}: no router of kvplane's answers there: {answer.trouble}")
+            fix = "" if answer.untrusted else f"; {_FIX}"
+            raise StartError(
+                f"--router {base}: no router of kvplane's answers there: {shown(answer.trouble)}{fix}"
+            )
         if answer.status == 200:
             if isinstance(told, dict) and "request_id" in told:
                 return told
-            raise StartError(f"--router {base}: what answers there is no router of kvplane's")
+            raise StartError(f"--router {base}: what answers there is no router of kvplane's; {_FIX}")
         error = told.get("error") if isinstance(told, dict) else None
         said = error.get("message") if isinstance(error, dict) else None
         problem = said[:_SAID] if isinstance(said, str) and said else f"it answered {answer.status}"

@@ -142,6 +142,8 @@ async def fetch_text(
         return Answer("it does not answer in time")
     except aiohttp.ClientConnectorCertificateError as error:
         return Answer(untrusted(error.certificate_error), untrusted=True)
+    except aiohttp.ClientResponseError:
+        return Answer("what answers there does not speak HTTP as it should; gRPC's port does not")
     except (aiohttp.ClientError, OSError, ValueError) as error:
         return Answer(" ".join(str(error).split())[:300] or type(error).__name__)
 

@@ -21,12 +21,28 @@ _HOST = re.compile(rf"(?=.{{1,253}}\.?$){_LABEL}(\.{_LABEL})*\.?|[0-9a-f.]*:[0-9
 """A host name of DNS labels (with underscores, as container networks have them), or an address."""
 
 
+_USUAL_PORTS = {"--router": 8000, "--prefill": 8100, "--prefill-dns": 8100}
+"""For examples; decode engines are at 8200."""
+
+
 class SettingsError(ValueError):
     """A setting is unusable; the text is one line that names the flag and the remedy."""
 
     def __init__(self, text: str) -> None:
         # A value that is shown may hold whatever a file or the environment can.
         super().__init__(text if text.isprintable() else ascii(text)[1:-1])
+
+
+def _as_url(text: str, flag: str) -> str:
+    """Return how what lacks its scheme, and maybe its port, is written: without one, 80 is not meant."""
+    if not text:
+        return "http://HOST:PORT"
+    host, _, port = text.rpartition(":")
+    if host and port.isdecimal() and (":" not in host or host.endswith("]")):
+        return f"http://{text}"
+    bare = text.rstrip(":/").strip("[]")
+    host = f"[{bare}]" if ":" in bare else bare
+    return f"http://{host}:{_USUAL_PORTS.get(flag, 8200)}, with the port it listens on"
 
 
 @lru_cache(maxsize=4096)
@@ -37,7 +53,7 @@ def engine_url(value: str, flag: str = "--decode") -> str:
     """
     text = value.strip()
     if "://" not in text:
-        raise SettingsError(f"{flag} {value}: not a URL; write it as http://{text or 'HOST:PORT'}")
+        raise SettingsError(f"{flag} {value}: not a URL; write it as {_as_url(text, flag)}")
     try:
         parts = urlsplit(text)
         port, host = parts.port, parts.hostname
