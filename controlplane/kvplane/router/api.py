@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -57,6 +57,8 @@ class Api(ABC):
     """Fields that make no sense for a reply of one token, or would keep it."""
     cached_name: ClassVar[bytes] = b"cached_tokens"
     """How an answer calls the number of cached tokens."""
+    length_name: ClassVar[bytes] = b'input_tokens"'
+    """How the name of the prompt's length ends in an answer."""
 
     # Requests
 
@@ -222,10 +224,20 @@ def _part_size(part: object) -> int:
     return _ATTACHMENT
 
 
-def messages_text(messages: Sequence[object], *others: object) -> PromptText:
+def is_reply(message: object) -> bool:
+    """Tell whether a message is the model's."""
+    return isinstance(message, dict) and message.get("role") == "assistant"
+
+
+def messages_text(
+    messages: Sequence[object], *others: object, by_model: Callable[[object], bool] = is_reply
+) -> PromptText:
     """Measure messages and whatever else goes into the prompt."""
     overhead = sum(len(other) if isinstance(other, str) else len(dump(other)) for other in others if other)
-    return PromptText(tuple(map(message_part, messages)), overhead)
+    parts = tuple(map(message_part, messages))
+    last = next((at for at in reversed(range(len(messages))) if by_model(messages[at])), None)
+    since = None if last is None else sum(size for _, size in parts[last + 1 :])
+    return PromptText(parts, overhead, since=since)
 
 
 def plain_text(prompt: object) -> PromptText:

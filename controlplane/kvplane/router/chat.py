@@ -14,6 +14,7 @@ class _Choices(Api):
 
     limits = ("max_tokens", "max_completion_tokens")
     not_for_prefill = ("stream_options", "min_tokens", "best_of")
+    length_name = b'prompt_tokens"'
 
     def prefill_body(self, body: Body, params: Mapping[str, Any]) -> Body:
         """See Api."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from kvplane.client.model import ConversationKey
@@ -17,6 +17,7 @@ DEFAULT_CHARACTERS_PER_TOKEN = 4.0
 _MIN_RATIO, _MAX_RATIO = 0.25, 16.0
 _MIN_SAMPLES = 3
 _WEIGHT = 0.2
+_MOST_MODELS = 1000
 _MIN_TOKENS = 256
 """Shorter work says more about overheads than about rates."""
 _FIRST_IDS, _LAST_IDS = 16_384, 1024
@@ -74,22 +75,53 @@ class Memory:
         self._conversations: OrderedDict[ConversationKey, _Remembered] = OrderedDict()
         self._models: OrderedDict[tuple[str, str], Average] = OrderedDict()
         """By tenant and model: what one says moves no number that another sees."""
+        self._held: OrderedDict[tuple[str, str], Average] = OrderedDict()
+        """The same by what is held of conversations; it counts where no engine has told a prompt's length."""
 
-    def estimate(self, key: ConversationKey, text: PromptText) -> int:
-        """Return how many tokens a prompt has."""
+    def estimate(self, key: ConversationKey, text: PromptText, held: int = 0) -> int:
+        """Return how many tokens a prompt has.
+
+        `held` are those of the conversation's last prompt and the reply to it, 0 if not known. A prompt that
+        goes on from there has as many, and those of the text after the reply.
+        """
         if text.tokens is not None:
             return text.tokens
+        ratio = self._ratio(key)
+        by_text = int(text.characters / ratio)
+        if not held or not self._goes_on(key, text):
+            return by_text
+        return max(by_text, held) if text.since is None else held + int(text.since / ratio)
+
+    def located(self, key: ConversationKey, text: PromptText, held: int) -> None:
+        """Learn from what is held of a conversation: the tokens of its text as far as the last reply."""
+        if text.since is None or text.partial or held <= 0 or not self._goes_on(key, text):
+            return
+        ratio = (text.characters - text.since) / held
+        if _MIN_RATIO <= ratio <= _MAX_RATIO:  # else it is not this text that is held
+            _add_to(self._held, key, ratio)
+
+    def _ratio(self, key: ConversationKey) -> float:
+        known, of = self._conversations.get(key), (key.tenant_id, key.model)
+        if known is not None and known.ratio is not None:
+            return known.ratio
+        average = self._models.get(of) or self._held.get(of)
+        return (average.value_or_last if average is not None else None) or DEFAULT_CHARACTERS_PER_TOKEN
+
+    def _goes_on(self, key: ConversationKey, text: PromptText) -> bool:
+        """Tell whether a prompt may begin with the conversation's last one and the reply to it."""
+        if self.history_changed(key, text):
+            return False
         known = self._conversations.get(key)
-        ratio = known.ratio if known is not None else None
-        if ratio is None:
-            model = self._models.get((key.tenant_id, key.model))
-            ratio = (model.value_or_last if model is not None else None) or DEFAULT_CHARACTERS_PER_TOKEN
-        return int(text.characters / ratio)
+        if text.partial:
+            return True
+        if text.prompt is not None:
+            return known is None or len(text.prompt) > known.prompt_characters
+        return text.since is not None and (known is None or len(text.parts) > known.parts)
 
     def history_changed(self, key: ConversationKey, text: PromptText) -> bool:
         """Tell whether a prompt is known not to begin with the conversation's last one."""
         known = self._conversations.get(key)
-        if known is None:
+        if known is None or text.partial:
             return False
         if text.ids is not None:
             return _ids_digest(text.ids, known.ids) != known.digest
@@ -125,29 +157,47 @@ class Memory:
         if known is None and before is not None:
             known = self._conversations.get(before)
         ratio = known.ratio if known is not None else None
-        if tokens and text.tokens is None:
-            ratio = min(_MAX_RATIO, max(_MIN_RATIO, text.characters / tokens))
-            model = self._models.pop((key.tenant_id, key.model), None) or Average()
-            model.add(ratio)
-            self._models[key.tenant_id, key.model] = model
-        ids = 0 if text.ids is None else len(text.ids)
-        if text.ids is not None:
+        ratio = self._measured(key, text, tokens) or ratio
+        parts, ids, characters = text.parts, 0 if text.ids is None else len(text.ids), len(text.prompt or "")
+        if text.partial:
+            # How the whole prompt began is not seen, so nothing is known to have changed later.
+            parts, digest = (), hash(())
+        elif text.ids is not None:
             digest = _ids_digest(text.ids, ids)
         else:
             digest = hash(text.prompt) if text.prompt is not None else hash(text.parts)
         url, there = (known.prefill_url, known.prefill_tokens) if known is not None else ("", 0)
         if prefill_url and tokens:
             url, there = prefill_url, tokens
-        self._conversations[key] = _Remembered(
-            len(text.parts), digest, len(text.prompt or ""), ratio, url, there, ids
-        )
+        self._conversations[key] = _Remembered(len(parts), digest, characters, ratio, url, there, ids)
         while len(self._conversations) > self._capacity:
             self._conversations.popitem(last=False)
-        while len(self._models) > 1000:
-            self._models.popitem(last=False)
+
+    def learn(self, key: ConversationKey, text: PromptText, tokens: int) -> None:
+        """Take the true length of a turn's prompt, which the answer told; the turn is remembered already."""
+        ratio, known = self._measured(key, text, tokens), self._conversations.get(key)
+        if ratio is not None and known is not None:
+            self._conversations[key] = replace(known, ratio=ratio)
+
+    def _measured(self, key: ConversationKey, text: PromptText, tokens: int | None) -> float | None:
+        """Learn how many characters a token has; None where a prompt does not show that."""
+        if not tokens or not text.characters or text.tokens is not None or text.partial:
+            return None
+        ratio = min(_MAX_RATIO, max(_MIN_RATIO, text.characters / tokens))
+        _add_to(self._models, key, ratio)
+        return ratio
 
     def __len__(self) -> int:
         return len(self._conversations)
+
+
+def _add_to(models: OrderedDict[tuple[str, str], Average], key: ConversationKey, ratio: float) -> None:
+    of = key.tenant_id, key.model
+    average = models.pop(of, None) or Average()
+    average.add(ratio)
+    models[of] = average
+    while len(models) > _MOST_MODELS:
+        models.popitem(last=False)
 
 
 def _ids_digest(ids: Sequence[object], count: int) -> int:

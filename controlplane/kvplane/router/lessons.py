@@ -34,6 +34,18 @@ class Lessons:
         elif turn.holder is not None:
             self._rates.pulled(turn.holder.url, url, pulled, computed + ahead, prefilled.seconds)
 
+    def remembered(self, turn: Turn) -> None:
+        """Keep what a turn's prompt was, where no prefill engine has computed it."""
+        if turn.key is not None and turn.prefilled is None:
+            self._memory.remember(turn.key, turn.text, None, before=turn.before)
+
+    def answered(self, turn: Turn, prompt_tokens: int | None) -> None:
+        """Learn from the prompt's length that an answer told, where no prefill engine did so before."""
+        if turn.key is None or not prompt_tokens:
+            return
+        if turn.prefilled is None or turn.prefilled.prompt_tokens is None:
+            self._memory.learn(turn.key, turn.text, prompt_tokens)
+
     def began(self, turn: Turn, engine: Engine, ahead: int, seconds: float) -> None:
         """Learn from the time between sending a decode leg and its first byte."""
         prefilled = turn.prefilled

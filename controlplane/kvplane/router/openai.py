@@ -239,6 +239,10 @@ class PromptText:
     """The whole prompt where it is plain text."""
     ids: Sequence[object] | None = None
     """The whole prompt where it is token ids."""
+    since: int | None = None
+    """Characters after the model's last reply; None where there is none to be seen."""
+    partial: bool = False
+    """What was said before is with the engine, and not here."""
 
     @property
     def characters(self) -> int:

@@ -6,7 +6,7 @@ import json
 import re
 
 from kvplane.router.api import Api
-from kvplane.router.openai import BETWEEN_ENGINES, dump, parse_json
+from kvplane.router.openai import BETWEEN_ENGINES, Body, dump, parse_json
 
 _TOOL_END = re.compile(
     rb'"(?:finish_reason|stop_reason|type)"\s*:\s*"(?:tool_calls|tool_use|function_call)"',
@@ -60,16 +60,19 @@ class StreamGuard:
 
     Only events that seem to hold something are read. Usage in them gets `cached` as the number of cached
     tokens, which the decode engine cannot know: UNCHANGED leaves it, None takes it off. What is not a whole
-    event yet waits for its rest; nobody could have used it.
+    event yet waits for its rest; nobody could have used it. `prompt_tokens` is the prompt's length, None
+    until the stream has told it.
     """
 
-    __slots__ = ("_api", "_cached", "_count", "_fix", "_held", "_within")
+    __slots__ = ("_api", "_cached", "_count", "_fix", "_held", "_length", "_within", "prompt_tokens")
 
     UNCHANGED = -1
 
     def __init__(self, api: Api, cached: int | None = UNCHANGED) -> None:
         self._api = api
         self._count = api.cached_name
+        self._length = api.length_name
+        self.prompt_tokens: int | None = None
         self._fix = cached != self.UNCHANGED
         self._cached = cached
         self._held = b""
@@ -92,6 +95,8 @@ class StreamGuard:
             if len(self._held) > _LONGEST_EVENT:
                 more, self._held, self._within = self._held, b"", True
                 return self.passed(chunk) + self._more(more)
+        if self.prompt_tokens is None and _HINT in chunk and self._length in chunk:
+            self._measure(chunk)
         if (_HINT in chunk and (_PRIVATE in chunk or (self._fix and self._count in chunk))) or (
             _BACKSLASH in chunk and _ESCAPED_NAME.search(chunk)
         ):
@@ -113,7 +118,20 @@ class StreamGuard:
     def rest(self) -> bytes:
         """Return what is left at the end of the stream."""
         held, self._held = self._held, b""
+        if self.prompt_tokens is None and self._length in held:
+            self._measure(held)
         return self._cleaned(held) if held else held
+
+    def _measure(self, events: bytes) -> None:
+        for event in _EVENT_ENDS.split(events):
+            if self._length not in event:
+                continue
+            try:
+                said = parse_json(_data(_LINE_ENDS.split(event)))
+            except ValueError:
+                continue
+            for answer in _answers(said):
+                self.prompt_tokens = self._api.prompt_tokens(answer) or self.prompt_tokens
 
     def _cleaned(self, events: bytes) -> bytes:
         return b"".join(map(self._event, _EVENT_ENDS.split(events)))
@@ -123,21 +141,34 @@ class StreamGuard:
         if not private and self._count not in event:
             return event
         lines = _LINE_ENDS.split(event)
-        data = [line for line in lines if line.startswith(b"data:")]
+        others = [line for line in lines if not line.startswith(b"data:")]
         try:
-            said = parse_json(b"\n".join(line[5:] for line in data))
+            said = parse_json(_data(lines))
         except ValueError:
             # What cannot be read cannot be cleaned.
-            return b"\n".join(line for line in lines if line not in data) if private else event
+            return b"\n".join(others) if private else event
         changed = private and scrub(said)
-        # Events of Responses hold a response, the first one of Messages a message.
-        for answer in (said, said.get("response"), said.get("message")) if isinstance(said, dict) else ():
-            if self._fix and isinstance(answer, dict) and self._api.cached_tokens(answer) is not None:
+        for answer in _answers(said) if self._fix else ():
+            if self._api.cached_tokens(answer) is not None:
                 self._api.set_cached_tokens(answer, self._cached)
                 changed = True
         if not changed:
             return event
-        return b"\n".join([*(line for line in lines if line not in data), b"data: " + dump(said)])
+        return b"\n".join([*others, b"data: " + dump(said)])
+
+
+def _data(lines: list[bytes]) -> bytes:
+    """Return the data of an event of these lines."""
+    return b"\n".join(line[5:] for line in lines if line.startswith(b"data:"))
+
+
+def _answers(said: object) -> list[Body]:
+    """Return what an event tells: those of Responses hold a response, the first one of Messages a message."""
+    if not isinstance(said, dict):
+        return []
+    return [
+        answer for answer in (said, said.get("response"), said.get("message")) if isinstance(answer, dict)
+    ]
 
 
 def _after(chunk: bytes, boundary: bytes) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvplane.router.api import (
@@ -62,7 +63,10 @@ class Responses(Api):
         """See Api."""
         said = body.get("input")
         items = said if isinstance(said, list) else [{"role": "user", "content": said}]
-        return messages_text(items, body.get("instructions"), body.get("tools"))
+        text = messages_text(items, body.get("instructions"), body.get("tools"), by_model=_is_reply)
+        if body.get("previous_response_id") is None:
+            return text
+        return replace(text, since=text.characters, partial=True)
 
     def history(self, body: Body) -> Sequence[Said] | None:
         """See Api."""
@@ -110,6 +114,10 @@ def _events(stream: bytes) -> list[bytes]:
     *whole, last = stream.replace(b"\r\n", b"\n").split(b"\n\n")
     events = [squeezed(event_in(event + b"\n")) for event in whole]
     return [event for event in events if event] + [squeezed(event_in(last))]
+
+
+def _is_reply(item: object) -> bool:
+    return isinstance(item, dict) and _said(item).by_model
 
 
 def _said(item: Body) -> Said:

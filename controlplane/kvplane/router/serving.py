@@ -421,6 +421,7 @@ class TurnServer:
                     await send(out, turn.request, passed, limit_s)
             if passed := guard.rest():
                 await send(out, turn.request, passed, limit_s)
+            self._lessons.answered(turn, guard.prompt_tokens)
             if calls.found:
                 self._await_tools(turn)
             await finish(out, turn.request, limit_s)
@@ -465,6 +466,7 @@ class TurnServer:
         elif turn.prefilled is not None and turn.prefilled.params is not None:
             turn.api.set_cached_tokens(answer, self._cached(turn.prefilled))
         self._count_reuse(turn)
+        self._lessons.answered(turn, turn.api.prompt_tokens(answer))
         headers = {**client_headers(response.headers), **turn.answer_headers()}
         return web.Response(body=openai.dump(answer), headers=headers)
 
@@ -481,5 +483,4 @@ class TurnServer:
     def _count_reuse(self, turn: Turn) -> None:
         if turn.reused_tokens:
             self._metrics.reused_tokens.labels(turn.path).inc(turn.reused_tokens)
-        if turn.key is not None and turn.prefilled is None:
-            self._memory.remember(turn.key, turn.text, None, before=turn.before)
+        self._lessons.remembered(turn)

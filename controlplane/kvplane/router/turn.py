@@ -89,6 +89,15 @@ class Turn:
         return self.before or self.key
 
     @property
+    def held_before(self) -> int:
+        """Tokens of the turn before that are held; 0 where none are, or those of the same turn said again."""
+        if self.location is None:
+            return 0
+        own = self.trace.own if self.trace is not None and self.trace.own != self.trace.before else None
+        again = own is not None and own in self.location.key.conversation_id
+        return 0 if again else self.location.token_count
+
+    @property
     def leaves_nothing(self) -> bool:
         """Whether the request leaves no KV that could be used again."""
         return self.decode_only not in (None, "stored_response")
@@ -231,7 +240,8 @@ class TurnPlanner:
             miss = await self._ask_plane(turn, turn.key)
             # Only now is it known at which of its places the turn before is.
             known = turn.known_key or turn.key
-            turn.prompt_tokens = self._memory.estimate(known, turn.text)
+            self._memory.located(known, turn.text, turn.held_before)
+            turn.prompt_tokens = self._memory.estimate(known, turn.text, turn.held_before)
             turn.history_changed = self._memory.history_changed(known, turn.text)
         facts = self._facts(turn, mode, miss)
         turn.decision = decision = decide(facts, self._settings.thresholds)
