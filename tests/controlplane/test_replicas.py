@@ -411,6 +411,16 @@ async def test_a_store_that_began_anew_unnoticed_is_found_out_by_the_next_pulse(
     assert isinstance(await other.lookup(), m.Found), "an engine that lives is not taken for gone"
 
 
+async def test_the_status_leaves_out_a_replica_whose_pulse_is_damaged(fleet: Fleet) -> None:
+    rig, other = fleet.rigs
+    ids = [rig.plane.replicas.replica_id, other.plane.replicas.replica_id]
+    await fleet.clock.advance(1.0)
+    assert set(rig.plane.replicas.pulses()) == set(ids)
+    await fleet.memory.transact([], [Put(keys.pulse(ids[1]), b"\xff\xff")])
+    await fleet.clock.advance(0.01)
+    assert set(rig.plane.replicas.pulses()) == {ids[0]}
+
+
 @pytest.mark.parametrize(
     ("store_key", "value"),
     [

@@ -139,6 +139,14 @@ class Server:
 
     async def answers(self, method: Any, request: Any, caller: str | None) -> tuple[list[Any], Outcome]:
         """Call a method of a descriptor, or several at once where it streams; what came, and how it ended."""
+        for _ in range(20):
+            came, (code, reason) = await self._answers_once(method, request, caller)
+            if code is not grpc.StatusCode.INTERNAL or reason:
+                break
+            # Not ours, which gives a reason: the client was still writing when it was refused.
+        return came, (code, reason)
+
+    async def _answers_once(self, method: Any, request: Any, caller: str | None) -> tuple[list[Any], Outcome]:
         service = method.containing_service.full_name
         pool = descriptor_pool.Default()
         kind = pool.FindServiceByName(service).methods_by_name[method.name].output_type

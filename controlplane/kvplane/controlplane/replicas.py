@@ -11,7 +11,7 @@ import structlog
 from kvplane.controlplane import keys, records
 from kvplane.controlplane import model as m
 from kvplane.controlplane.fleet_time import FleetTime
-from kvplane.controlplane.ledger import Keep, Ledger
+from kvplane.controlplane.ledger import Keep, Ledger, understood
 from kvplane.controlplane.mirror import wait_for
 from kvplane.controlplane.schema import SchemaError, ensure_schema
 from kvplane.store.base import Compare, Event
@@ -114,8 +114,9 @@ class Replicas:
         found = dict[str, m.Pulse]()
         for replica_id in self._seen:
             item = self._ledger.mirror.get(keys.pulse(replica_id))
-            if item is not None:
-                found[replica_id] = records.load_pulse(item.value)
+            pulse = None if item is None else understood(item, records.load_pulse)
+            if pulse is not None:
+                found[replica_id] = pulse
         return found
 
     def rank(self) -> int:
