@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import trustme
 
+from kvplane.cli.doctor.facts import Facts, RouterFacts
+from kvplane.cli.doctor.router_checks import check_routers
 from kvplane.router.tls import ServerFiles
 from tests.cli.fleet import EngineHttp, Fleet, comes_true, healthy, says
 from tests.cli.people import run
@@ -54,6 +56,20 @@ async def test_a_router_that_hears_nothing_of_its_decode_engine(f: Fleet) -> Non
 
     await comes_true(told)
     says(await f.diagnosed(), "router_degraded", "do as it says", url, "KVPlaneConnector")
+
+
+def test_roles_that_only_the_router_knows_to_be_swapped() -> None:
+    line = "http://d:8200 is given with --prefill, but registered as a decode engine"
+    router = RouterFacts("http://r:8000", ready={"control_plane": "up", "problems": [line]})
+    (finding,) = check_routers(Facts(routers=(router,)))
+    says({finding.code: finding}, "roles_swapped", "swap --prefill and --decode", line, router.url)
+
+
+async def test_who_cannot_be_connected_to_is_told_without_tls(f: Fleet) -> None:
+    await healthy(f)
+    f.routers = ["http://127.0.0.1:1"]
+    trouble = (await f.diagnosed())["router_unreachable"].evidence
+    assert trouble == "cannot connect to 127.0.0.1:1: Connection refused"
 
 
 async def test_files_of_tenants_and_of_access_that_make_no_sense(f: Fleet, tmp_path: Path) -> None:

@@ -124,7 +124,9 @@ async def test_that_all_decode_engines_drain_is_said() -> None:
             assert response.status == 503
             (said,) = (await response.json())["problems"]
             assert said.startswith("all decode engines that answer drain")
-        assert (await r.post(chat("hello"))).status == 503
+        reply = await r.post(chat("hello"))
+        assert (reply.status, reply.reason) == (503, "decode_unreachable")
+        assert reply.body["error"]["message"].startswith("All decode engines that answer drain: start one")
 
 
 async def test_case_40_a_router_told_to_stop_during_a_claim_finishes_the_turn() -> None:

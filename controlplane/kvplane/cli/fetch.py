@@ -131,6 +131,8 @@ async def fetch_text(
     """Get a URL; what goes wrong is in the answer."""
     import aiohttp
 
+    from kvplane.router.resources import told
+
     try:
         async with session.get(url, allow_redirects=False, headers=headers) as response:
             raw = await response.content.read(_MOST_BYTES)
@@ -145,7 +147,7 @@ async def fetch_text(
     except aiohttp.ClientResponseError:
         return Answer("what answers there does not speak HTTP as it should; gRPC's port does not")
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        return Answer(" ".join(str(error).split())[:300] or type(error).__name__)
+        return Answer(" ".join(told(error).split())[:300] or type(error).__name__)
 
 
 async def fetch_json(

@@ -299,11 +299,6 @@ async def route(config: Config, stop: asyncio.Event) -> None:
         await stop.wait()
 
 
-def _names_engines(config: Config) -> bool:
-    by_url = config.prefill or config.decode or config.prefill_dns or config.decode_dns
-    return bool(by_url or config.kubernetes_prefill or config.kubernetes_decode)
-
-
 async def up(config: Config, stop: asyncio.Event) -> None:
     """Run a control plane and a router that uses it."""
     check_up(config)
@@ -315,8 +310,6 @@ async def up(config: Config, stop: asyncio.Event) -> None:
             config, _joined(config.grpc_host, plane.port), shown, open_turns=plane.open_turns
         ) as http_port,
     ):
-        if not _names_engines(config):
-            log.info("engines_not_named", remedy="--prefill and --decode, or kvplane_endpoint on the engines")
         scheme = "http" if config.tls_cert is None else "https"
         log.info("ready", http=f"{scheme}://{_joined(config.host, http_port)}", grpc_port=plane.port)
         await _until(stop, plane)

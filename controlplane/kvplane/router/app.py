@@ -233,6 +233,7 @@ class RouterServer:
             log.warning("no_control_plane", effect="nothing is reused", remedy="--plane HOST:PORT")
         await self._discover()
         await self._pool.probe_all()
+        self._readiness.begin(looked_for=settings.discovers)
         self._watch(self._pool.run(), "engine probes")
         self._conversations = Conversations(settings, pool=self._pool, plane=self._plane, bodies=self._bodies)
         self._served = Served(pool=self._pool, session=session)

@@ -16,6 +16,7 @@ import structlog
 from kvplane.router.connections import Connector, read_answer
 from kvplane.router.discovery import Found, OnFound, Roles, merged
 from kvplane.router.reloading import Reloaded
+from kvplane.router.resources import told
 from kvplane.router.settings import KubernetesSettings, SettingsError, engine_url
 from kvplane.router.tls import ChangingContext, authorities
 
@@ -236,7 +237,7 @@ class KubernetesSource:
         self._on_found("kubernetes", merged(found))
 
     def _warn(self, watched: _Watched, error: Exception) -> None:
-        problem = str(error)
+        problem = told(error)
         if not problem or not isinstance(error, (KubernetesError, aiohttp.ClientError, OSError)):
             problem = f"{type(error).__name__}: {problem}".removesuffix(": ")
         if problem != self._warned:

@@ -21,7 +21,7 @@ from kvplane.router.lacking import Lacking
 from kvplane.router.mistakes import no_common_model, refused_key, wrong_roles
 from kvplane.router.probes import Prober
 from kvplane.router.reach import Reach
-from kvplane.router.resources import exhausted
+from kvplane.router.resources import exhausted, told
 from kvplane.router.settings import SettingsError, engine_url
 
 log = structlog.get_logger("kvplane.router")
@@ -215,8 +215,7 @@ class EnginePool:
 
     def misplaced(self) -> list[str]:
         """Return a line for each engine that is used in a role other than the one it registered."""
-        roles = {entry.spec.engine_id: entry.spec.role for entry in self._registered}
-        lines = wrong_roles((e, roles.get(EngineId(self.engine_id(e)))) for e in self.engines)
+        lines = wrong_roles(self.engines, self._registered, self.engine_id)
         for line in lines:
             if line not in self._told:
                 log.warning("engine_in_wrong_role", problem=line)
@@ -448,9 +447,9 @@ class EnginePool:
         Raises OverloadedError where that is not its fault, but for want of what the router has run out of.
         """
         if exhausted(error):
-            message = f"The router has run out of resources ({error}); try again later."
+            message = f"The router has run out of resources ({told(error)}); try again later."
             raise OverloadedError(message, 503, 1) from error
-        self.failed(engine, str(error))
+        self.failed(engine, told(error))
 
     async def run(self) -> None:
         """Probe until cancelled."""

@@ -15,7 +15,7 @@ from kvplane.router.connections import MAX_LIST_BYTES, read_answer
 from kvplane.router.engine import Engine
 from kvplane.router.keys import EngineKeys
 from kvplane.router.mistakes import refused_key
-from kvplane.router.resources import exhausted
+from kvplane.router.resources import exhausted, told
 
 log = structlog.get_logger("kvplane.router")
 
@@ -132,7 +132,7 @@ class Prober:
         except (aiohttp.ClientError, OSError, UnicodeError) as error:
             if exhausted(error):
                 return  # That says nothing of the engine.
-            problem = f"{type(error).__name__}: {error}"
+            problem = f"{type(error).__name__}: {told(error)}"
         if problem:
             if engine.up:
                 log.warning("engine_went_down", engine=engine.url, problem=problem)

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import structlog
 from aiohttp import web
 
+from kvplane.router.mistakes import no_decode
 from kvplane.router.plane import Plane
 from kvplane.router.pool import EnginePool
 from kvplane.router.silence import Silence
 from kvplane.router.tenancy.caller import caller_of
+
+log = structlog.get_logger("kvplane.router")
+
+_NO_PLANE = "there is no control plane, so nothing is reused: start the router with --plane HOST:PORT"
+_LOST_PLANE = "the control plane does not answer: nothing is reused"
+_NAME_ENGINES = "--prefill and --decode, or kvplane_endpoint on the engines"
 
 
 class Readiness:
@@ -39,15 +47,31 @@ class Readiness:
         router.add_get("/health", self._health)
         router.add_get("/ready", self._ready)
 
-    def _silent(self) -> list[str]:
-        """Return what is wrong with announcements, as far as the control plane tells."""
-        plane = self._plane_now()
-        known = plane is not None and plane.available
-        return [self._silence.problem] if known and self._silence.problem is not None else []
+    def begin(self, *, looked_for: bool) -> None:
+        """Warn of what is wrong when it begins to serve: engines in wrong roles, or that nobody has named.
+
+        `looked_for`: there are names or labels where engines may yet come from.
+        """
+        self._pool.misplaced()
+        if not looked_for and not any(engine.decode for engine in self._pool.engines):
+            log.warning("engines_not_named", remedy=_NAME_ENGINES)
+
+    def _useless(self) -> list[str]:
+        """Return why nothing is reused, or not on some engines, or nothing is served at all."""
+        plane, problems = self._plane_now(), list(self._ended)
+        if why := no_decode(self._pool.engines):
+            problems.append(why)
+        if plane is None:
+            problems.append(_NO_PLANE)
+        elif not plane.available:
+            problems.append(_LOST_PLANE)
+        if plane is not None and plane.available and self._silence.problem is not None:
+            problems.append(self._silence.problem)
+        return problems + self._pool.misplaced()
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
-        """Say that the router lives. It is degraded where it serves, but what it is for does not happen."""
-        problems = [*self._ended, *self._silent()]
+        """Say that the router lives. It is degraded where what it is for does not happen."""
+        problems = self._useless()
         if problems and not _is_stranger():
             status = "draining" if self._draining() else "degraded"
             return web.json_response({"status": status, "problems": problems})
@@ -72,20 +96,9 @@ class Readiness:
             for e in self._pool.engines
             if e.up and self._pool.ejected(e)
         ]
-        if not decode:
-            problems.append(
-                "no decode engine is known: give --decode, or set kvplane_endpoint on the engines so that"
-                " their registration says where they are"
-            )
-        elif any(e.up for e in decode) and all(e.draining for e in decode if e.up):
-            problems.append(
-                "all decode engines that answer drain: start one, or restart one that has drained"
-            )
         if not any(e.up for e in prefill):
             problems.append("no prefill engine answers: decode engines compute prompts themselves")
-        if plane == "unavailable":
-            problems.append("the control plane does not answer: nothing is reused")
-        problems += [*self._ended, *self._silent(), *self._pool.misplaced(), *self._pool.refused_keys()]
+        problems += [*self._useless(), *self._pool.refused_keys()]
         problems += [f"{line}: not called" for line in self._pool.refused]
         if mismatch := self._pool.mismatch():
             problems.append(mismatch)

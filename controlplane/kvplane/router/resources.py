@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 
 import aiohttp
@@ -23,6 +24,20 @@ def exhausted(error: BaseException) -> bool:
     """Tell whether a connection failed for want of something that this process or machine has run out of."""
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     return isinstance(cause, OSError) and cause.errno in _EXHAUSTED
+
+
+def told(error: BaseException) -> str:
+    """Return what to say of an error.
+
+    aiohttp's words for a connection that did not come about name TLS even where the URL is plain http.
+    """
+    if not isinstance(error, aiohttp.ClientConnectorError) or isinstance(error, aiohttp.ClientSSLError):
+        return str(error)
+    cause = error.os_error
+    why = cause.strerror or str(cause)
+    if why.startswith("Connect call failed") and cause.errno:
+        why = os.strerror(cause.errno)
+    return f"cannot connect to {error.host}:{error.port}: {why}"
 
 
 def raise_file_limit() -> None:

@@ -18,6 +18,7 @@ from kvplane.router.openapi import document
 from kvplane.router.passing import PASSED
 from kvplane.router.pool import EnginePool
 from kvplane.router.replies import scrub
+from kvplane.router.resources import told
 from kvplane.router.tenancy.caller import caller_of
 
 log = structlog.get_logger("kvplane.router")
@@ -106,7 +107,7 @@ class Served:
                 scrub(answer)
                 return response.status, answer
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
-            log.warning("engine_not_asked", engine=engine.url, path=path, problem=str(error))
+            log.warning("engine_not_asked", engine=engine.url, path=path, problem=told(error))
             return None
 
 

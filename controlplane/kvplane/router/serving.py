@@ -22,6 +22,7 @@ from kvplane.router.engine import Engine
 from kvplane.router.learned import Memory, RateBook
 from kvplane.router.lessons import Lessons
 from kvplane.router.metrics import RouterMetrics
+from kvplane.router.mistakes import no_decode_answer
 from kvplane.router.places import DecodePlaces, line
 from kvplane.router.plane import Plane
 from kvplane.router.policy import Path, PathMode
@@ -179,7 +180,7 @@ class TurnServer:
                 if refused is not None:
                     raise refused
                 turn.went_cold("decode_unreachable")
-                return error_answer(turn, "No decode engine can be reached.", 503)
+                return error_answer(turn, no_decode_answer(self._pool.engines), 503)
             if turn.path is Path.DIRECT and turn.only_engine is None and engine is not turn.holder:
                 turn.leave_holder()
                 await self._prefill(turn)

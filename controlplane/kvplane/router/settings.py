@@ -201,8 +201,7 @@ class RouterSettings:
         object.__setattr__(self, "decode_urls", _urls(self.decode_urls, "--decode"))
         object.__setattr__(self, "prefill_dns", _names(self.prefill_dns, "--prefill-dns"))
         object.__setattr__(self, "decode_dns", _names(self.decode_dns, "--decode-dns"))
-        by_label = self.kubernetes is not None and self.kubernetes.decode_selector
-        if not (self.decode_urls or self.decode_dns or by_label) and self.plane_address is None:
+        if not (self.decode_urls or self.discovers) and self.plane_address is None:
             raise SettingsError(
                 "--decode is missing: name a decode engine, such as --decode http://127.0.0.1:8200, "
                 "or with --plane HOST:PORT a control plane where engines register"
@@ -257,6 +256,12 @@ class RouterSettings:
         ):
             if getattr(self, name) < 0:
                 raise SettingsError(f"{name}: must be 0 or more")
+
+    @property
+    def discovers(self) -> bool:
+        """Whether decode engines may come from names or labels."""
+        by_label = self.kubernetes is not None and self.kubernetes.decode_selector
+        return bool(self.decode_dns or by_label)
 
     def reach(self) -> Reach:
         """Return which engines may be talked to."""

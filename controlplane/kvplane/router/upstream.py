@@ -19,7 +19,7 @@ from kvplane.router.engine import Engine
 from kvplane.router.openai import Body, error_code
 from kvplane.router.pool import EnginePool
 from kvplane.router.replies import holds_private, scrub, scrubbed
-from kvplane.router.resources import NOT_CONNECTED
+from kvplane.router.resources import NOT_CONNECTED, told
 from kvplane.tracing.context import CURRENT, HEADER
 
 _HOP_BY_HOP = frozenset(
@@ -253,7 +253,7 @@ class Upstream:
             )
         except NOT_CONNECTED as error:
             self._pool.unreachable(engine, error)
-            raise NeverSentError(engine, str(error)) from error
+            raise NeverSentError(engine, told(error)) from error
         except (aiohttp.ClientError, OSError) as error:
             raise self._broke(engine, error) from error
 

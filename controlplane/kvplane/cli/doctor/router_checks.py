@@ -10,6 +10,7 @@ from kvplane.cli.doctor.findings import TRUST, Finding, problem, warning
 
 def check_routers(facts: Facts) -> Iterator[Finding]:
     """Do routers answer, reach their engines, and use a control plane?"""
+    placed = {engine.spec.endpoint for engine in facts.engines or () if engine.spec.endpoint}
     for router in facts.routers:
         if router.trouble:
             yield problem(
@@ -58,7 +59,14 @@ def check_routers(facts: Facts) -> Iterator[Finding]:
             if any(part in said for part in known) and "no announcements" not in said:
                 continue
             if "registered as a" in said:
-                continue  # roles are checked for all engines together
+                if said.partition(" ")[0] not in placed:  # else the engine's own check has it
+                    yield problem(
+                        "roles_swapped",
+                        f"the router at {router.url} uses an engine in a role that is not its own",
+                        said,
+                        "swap --prefill and --decode on the router, or the engines' kv_role",
+                    )
+                continue
             yield problem(
                 "router_degraded", f"the router at {router.url} is not as it should be", said, _fix(said)
             )

@@ -12,6 +12,7 @@ import aiohttp
 import structlog
 
 from kvplane.router.reloading import FileProblemError
+from kvplane.router.resources import told
 
 if TYPE_CHECKING:
     from jwt import PyJWK
@@ -153,7 +154,7 @@ class UrlKeys:
         except (TimeoutError, aiohttp.ClientError, OSError, JwksError, ValueError) as error:
             if not self._failing:
                 kept = self.current is not None
-                problem = f"{type(error).__name__}: {error}"
+                problem = f"{type(error).__name__}: {told(error)}"
                 log.error("jwks_not_read", url=self._url, problem=problem, keys_kept=kept)
             self._failing = True
             return
