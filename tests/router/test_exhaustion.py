@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import aiohttp
 import pytest
+from aiohttp.client_reqrep import ConnectionKey
 
 from kvplane.client.model import EngineRole
 from kvplane.router.app import RouterServer
@@ -22,10 +23,10 @@ def exhaust(router: RouterServer, number: int, monkeypatch: pytest.MonkeyPatch) 
     """Have every connection of the router's fail for want of files."""
 
     async def connect(*_: Any, **__: Any) -> Any:
-        raise aiohttp.ClientConnectorError(cast(Any, None), OSError(number, "Too many open files"))
+        key = ConnectionKey("engine", 8200, False, True, None, None, None)
+        raise aiohttp.ClientConnectorError(key, OSError(number, "Too many open files"))
 
     assert router._session is not None
-    monkeypatch.setattr(aiohttp.ClientConnectorError, "__str__", lambda _: "Too many open files")
     monkeypatch.setattr(router._session.connector, "connect", connect)
 
 
@@ -39,6 +40,8 @@ async def test_no_engine_goes_down_for_what_the_router_has_run_out_of(
         (engine,) = f.router.pool.engines
         reply = await f.post(path, input="hello")
         assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+        # Where engines are is no client's affair.
+        assert "resources (Too many open files)" in reply.body["error"]["message"]
         await f.router.pool.probe_all()
         assert engine.up
 

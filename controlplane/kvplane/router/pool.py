@@ -447,7 +447,8 @@ class EnginePool:
         Raises OverloadedError where that is not its fault, but for want of what the router has run out of.
         """
         if exhausted(error):
-            message = f"The router has run out of resources ({told(error)}); try again later."
+            why = getattr(error, "strerror", None) or "connections"
+            message = f"The router has run out of resources ({why}); try again later."
             raise OverloadedError(message, 503, 1) from error
         self.failed(engine, told(error))
 
