@@ -103,6 +103,7 @@ async def test_touches_and_fingerprints_as_single_calls_have_them(opened: list[T
         kind = operation.WhichOneof("operation")
         if kind == "touch":
             touched = pb.TouchConversationResponse(noted=True)
+            touched.remaining.FromMilliseconds(1500)
             return pb.TurnsResponse(results=[pb.TurnsResult(id=operation.id, touch=touched)])
         if kind == "lookup":
             known = pb.LookupLocationResponse(miss_reason=1)  # type: ignore[arg-type]
@@ -114,7 +115,7 @@ async def test_touches_and_fingerprints_as_single_calls_have_them(opened: list[T
 
     fakes = Fakes(answer)
     opened.append(turns := TurnsStream(fakes))
-    assert await turns.touch_conversation(KEY, 2.5, turn=9)
+    assert await turns.touch_conversation(KEY, 2.5, turn=9) == m.Touched(True, 1.5)
     scope, prompt = m.ConversationKey("t", "m", ""), m.Fingerprint(64, b"x" * 16)
     assert await turns.lookup_location(scope, fingerprint=prompt) is m.MissReason.UNKNOWN_CONVERSATION
     begun = await turns.begin_turn(scope, "r", fingerprint=prompt)

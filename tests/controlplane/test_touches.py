@@ -171,9 +171,12 @@ async def test_a_wish_survives_the_same_blocks_announced_by_a_new_incarnation(ri
 async def test_a_touch_over_the_wire(wire: Wire) -> None:
     epoch = (await wire.client.register_engine(SPEC)).engine_epoch
     await wire.retain(epoch)
-    assert await wire.client.touch_conversation(KEY, 450.0)
+    found = await wire.client.touch_conversation(KEY, 1.0)
+    assert (found.noted, found.remaining_s) == (True, 400.0)
     other = cm.ConversationKey("other", KEY.model, KEY.conversation_id)
-    assert not await wire.client.touch_conversation(other, 450.0)
+    assert await wire.client.touch_conversation(other, 450.0) == cm.Touched(False, None)
+    await wire.client.begin_turn(other, "b", timeout_s=5.0)
+    assert await wire.client.touch_conversation(other, 450.0) == cm.Touched(True, None)
     operation = location_pb2.TurnsOperation
 
     def touch(turn: int = 0) -> location_pb2.TouchConversationRequest:

@@ -52,9 +52,11 @@ async def test_a_turn_from_beginning_to_end(wire: Wire, open_turns: Callable[[],
 async def test_touch(wire: Wire, open_turns: Callable[[], Any]) -> None:
     epoch = (await wire.client.register_engine(SPEC)).engine_epoch
     async with TurnsStream(open_turns) as turns:
-        assert not await turns.touch_conversation(KEY, 30.0)
+        assert await turns.touch_conversation(KEY, 30.0) == cm.Touched(False, None)
         turn = await wire.retain(epoch)
-        assert await turns.touch_conversation(KEY, 30.0, turn=turn)
+        found = await turns.touch_conversation(KEY, 30.0, turn=turn)
+        assert found.noted
+        assert found.remaining_s == 400.0
 
 
 async def test_bad_fields_are_refused_by_name(wire: Wire, open_turns: Callable[[], Any]) -> None:

@@ -53,7 +53,7 @@ def touch(stack: Stack, conversation_id: str, ttl_s: float) -> bool:
     async def ask() -> bool:
         async with ControlPlaneClient(stack.plane.grpc_address) as client:
             key = ConversationKey("default", MODEL_NAME, conversation_id)
-            return await client.touch_conversation(key, ttl_s)
+            return (await client.touch_conversation(key, ttl_s)).noted
 
     return asyncio.run(ask())
 

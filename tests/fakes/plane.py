@@ -204,10 +204,13 @@ class FakePlane:
 
     async def touch_conversation(
         self, key: m.ConversationKey, ttl_s: float, *, turn: int = 0, timeout_s: float | None = None
-    ) -> bool:
+    ) -> m.Touched:
         await self._enter("touch_conversation", timeout_s)
         self.touched.append((key, ttl_s, turn))
-        return key in self.locations
+        known = self.locations.get(key)
+        if known is None:
+            return m.Touched(self._latest[key] > self._over[key])
+        return m.Touched(True, known.remaining_s)
 
     async def aclose(self) -> None:
         pass

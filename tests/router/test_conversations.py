@@ -135,11 +135,21 @@ async def test_a_conversation_is_kept_for_as_long_as_its_client_says() -> None:
         await r.say(long_text(200))
         await until(lambda: KEY in r.plane.locations)
         answer = {"id": "c1", "object": "conversation.touched", "touched": True, "ttl_s": 12.5}
-        assert await touch(r, b'{"ttl_s": 12.5}') == (200, answer)
+        left_s = r.plane.locations[KEY].remaining_s
+        assert await touch(r, b'{"ttl_s": 12.5}') == (200, {**answer, "remaining_s": left_s})
         assert (await touch(r))[1]["ttl_s"] == 300
         assert (await touch(r, b"{}"))[0] == 200
         assert r.plane.touched == [(KEY, 12.5, 0), (KEY, 300.0, 0), (KEY, 300.0, 0)]
-        assert (await touch(r, query="?model=other"))[1]["touched"] is False
+        nothing = (await touch(r, query="?model=other"))[1]
+        assert (nothing["touched"], nothing["remaining_s"]) == (False, None)
+
+
+async def test_a_touch_of_a_turn_that_is_under_way_says_that_nothing_is_retained() -> None:
+    async with rig() as r:
+        r.d.faults += ["503"] * 4
+        await r.post(chat("hello"))
+        answer = (await touch(r, b'{"ttl_s": 1}'))[1]
+        assert (answer["touched"], answer["ttl_s"], answer["remaining_s"]) == (True, 1.0, None)
 
 
 @pytest.mark.parametrize("ttl", ["0", "-1", "true", '"5"', "[]", "1e99", "1" + "0" * 400, "NaN", "Infinity"])

@@ -244,10 +244,10 @@ class ControlPlaneClient:
 
     async def touch_conversation(
         self, key: m.ConversationKey, ttl_s: float, *, turn: int = 0, timeout_s: float | None = None
-    ) -> bool:
+    ) -> m.Touched:
         """Ask for a conversation's location to be kept for `ttl_s` seconds from now, if its engine can.
 
-        With a `turn`, only that one's. False: nothing is retained, and no turn is in flight.
+        With a `turn`, only that one's. What is kept for longer already stays so.
         """
         request = location_pb2.TouchConversationRequest(
             key=convert.key_to_wire(key), turn=turn, ttl=convert.duration(ttl_s)
@@ -257,7 +257,7 @@ class ControlPlaneClient:
                 request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
             )
         )
-        return bool(answer.noted)
+        return convert.touched_from_wire(answer)
 
     async def claim_location(
         self,

@@ -137,6 +137,11 @@ def announcement_result_from_wire(wire: common_pb2.AnnouncementResult) -> m.Anno
     return m.AnnouncementResult(m.RequestId(wire.request_id), outcome, seconds(wire.granted_ttl), wire.detail)
 
 
+def touched_from_wire(wire: location_pb2.TouchConversationResponse) -> m.Touched:
+    """Return what there is to keep of a conversation."""
+    return m.Touched(wire.noted, seconds(wire.remaining) if wire.HasField("remaining") else None)
+
+
 def release_outcome_from_wire(outcome: common_pb2.ReleaseOutcome) -> m.ReleaseOutcome:
     """Return a release's outcome; of one this client does not know the blocks are kept, as if claimed."""
     return _RELEASED.get(outcome, m.ReleaseOutcome.CLAIMED)

@@ -129,6 +129,19 @@ class BegunTurn:
 
 
 @dataclass(frozen=True, slots=True)
+class Touched:
+    """What there is to keep of a conversation.
+
+    Attributes:
+        noted: something is retained that may still be claimed, or a turn is in flight.
+        remaining_s: seconds of life on record, not yet renewed; None if nothing is retained.
+    """
+
+    noted: bool
+    remaining_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Claim:
     """An exclusive right to read a location once, within `timeout_s` seconds."""
 

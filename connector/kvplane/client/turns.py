@@ -167,14 +167,14 @@ class TurnsStream:
 
     async def touch_conversation(
         self, key: m.ConversationKey, ttl_s: float, *, turn: int = 0, timeout_s: float | None = None
-    ) -> bool:
+    ) -> m.Touched:
         """See ControlPlaneClient."""
         operation = pb.TurnsOperation(id=self._next_id())
         touch = operation.touch
         convert.write_key(touch.key, key)
         touch.turn = turn
         convert.write_duration(touch.ttl, ttl_s)
-        return (await self._ask(operation, timeout_s)).touch.noted
+        return convert.touched_from_wire((await self._ask(operation, timeout_s)).touch)
 
     def _next_id(self) -> int:
         self._number += 1

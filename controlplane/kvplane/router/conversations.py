@@ -6,7 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
-from kvplane.client.model import ConversationKey
+from kvplane.client.model import ConversationKey, Touched
 from kvplane.router import identity, openai
 from kvplane.router.admission import OverloadedError
 from kvplane.router.bodies import Bodies, BodyError
@@ -60,7 +60,7 @@ class Conversations:
         return _answer({"id": key.conversation_id, "object": "conversation.deleted", "deleted": True})
 
     async def _touch(self, request: web.Request) -> web.Response:
-        """Have it kept for `ttl_s` seconds from now, if its engine can."""
+        """Have it kept for `ttl_s` seconds from now, if its engine can; what lives longer stays as it is."""
         try:
             key, ttl_s = self._key(request), self._ttl_s(await self._bodies.read(request))
         except _NoModelError:
@@ -73,11 +73,17 @@ class Conversations:
             return _unavailable(str(error))
         finally:
             self._bodies.done(request)
-        noted = False if self._plane is None else await self._plane.touch(key, ttl_s)
-        if noted is None:
+        found = Touched(False) if self._plane is None else await self._plane.touch(key, ttl_s)
+        if found is None:
             return _unavailable()
         return _answer(
-            {"id": key.conversation_id, "object": "conversation.touched", "touched": noted, "ttl_s": ttl_s}
+            {
+                "id": key.conversation_id,
+                "object": "conversation.touched",
+                "touched": found.noted,
+                "ttl_s": ttl_s,
+                "remaining_s": found.remaining_s,
+            }
         )
 
     def _key(self, request: web.Request) -> ConversationKey:

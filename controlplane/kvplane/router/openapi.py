@@ -189,7 +189,22 @@ def _conversations() -> dict[str, Schema]:
     parameters = [_CONVERSATION, _MODEL, _ADAPTER]
     span = {"type": "number", "minimum": 0.001, "maximum": 86_400}
     ended = {**_OBJECT, "required": ["id", "object", "deleted"]}
-    touched = {**_OBJECT, "required": ["id", "object", "touched", "ttl_s"]}
+    touched = {
+        **_OBJECT,
+        "required": ["id", "object", "touched", "ttl_s", "remaining_s"],
+        "properties": {
+            "touched": {
+                "type": "boolean",
+                "description": "The wish was noted: something is retained, or a turn is under way.",
+            },
+            "ttl_s": {"type": "number", "description": "The wish: seconds from now."},
+            "remaining_s": {
+                "oneOf": [{"type": "number"}, {"type": "null"}],
+                "description": "Seconds of life on record, before the engine has granted the wish;"
+                " null: nothing is retained. A touch never shortens it.",
+            },
+        },
+    }
     body = {
         "type": "object",
         "additionalProperties": False,
@@ -212,7 +227,7 @@ def _conversations() -> dict[str, Schema]:
                 "parameters": parameters,
                 "requestBody": {"content": {"application/json": {"schema": body}}},
                 "responses": _responses(
-                    _json("`touched`: whether there is anything to keep.", touched),
+                    _json("What there is to keep.", touched),
                     *("400", "401", "404", "408", "413", "415", "417", "503"),
                 ),
             }

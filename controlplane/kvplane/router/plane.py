@@ -24,6 +24,7 @@ from kvplane.client.model import (
     Location,
     MissReason,
     ReleaseOutcome,
+    Touched,
 )
 from kvplane.router.metrics import RouterMetrics
 from kvplane.tracing.context import Within
@@ -82,7 +83,7 @@ class TurnsClient(Protocol):
 
     async def touch_conversation(
         self, key: ConversationKey, ttl_s: float, *, turn: int = 0, timeout_s: float | None = None
-    ) -> bool:
+    ) -> Touched:
         """See ControlPlaneClient."""
 
 
@@ -211,20 +212,20 @@ class Plane:
         """End a conversation in the background."""
         self._spawn(self.end(key))
 
-    async def touch(self, key: ConversationKey, ttl_s: float) -> bool | None:
-        """Ask for a conversation to be kept for so long; tells whether there is something to keep."""
+    async def touch(self, key: ConversationKey, ttl_s: float) -> Touched | None:
+        """Ask for a conversation to be kept for so long; tells what there is to keep."""
         return await self._touch(key, ttl_s, 0)
 
     def touch_later(self, key: ConversationKey, ttl_s: float, turn: int) -> None:
         """Ask for a turn's location to be kept for so long, in the background."""
         self._spawn(self._touch(key, ttl_s, turn))
 
-    async def _touch(self, key: ConversationKey, ttl_s: float, turn: int) -> bool | None:
+    async def _touch(self, key: ConversationKey, ttl_s: float, turn: int) -> Touched | None:
         call = self._turns.touch_conversation
         return await self._ask(
             "touch_conversation",
             lambda: call(key, ttl_s, turn=turn, timeout_s=self._timeout_s),
-            limited=False,
+            limited=Touched(False),
         )
 
     async def _ask(

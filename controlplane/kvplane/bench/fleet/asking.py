@@ -103,11 +103,12 @@ class PlaneClient:
 
     async def touch_conversation(
         self, key: c.ConversationKey, ttl_s: float, *, turn: int = 0, timeout_s: float | None = None
-    ) -> bool:
+    ) -> c.Touched:
         """See ControlPlaneClient."""
         touches = self._planes.choose().plane.touches
         touched = await self._planes.measured("touch", touches.touch(_key(key), ttl_s, turn))
-        return touched.noted
+        remaining_ms = touched.remaining_ms
+        return c.Touched(touched.noted, None if remaining_ms is None else remaining_ms / 1000)
 
     async def list_engines(self) -> list[c.Engine]:
         """See ControlPlaneClient. Routers that ask within a moment get the same answer, to save time."""
