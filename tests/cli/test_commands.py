@@ -35,10 +35,10 @@ async def event(process: asyncio.subprocess.Process, name: str) -> dict[str, obj
     raise AssertionError(f"the program ended without {name}")
 
 
-async def refused(*arguments: str) -> str:
+async def refused(*arguments: str, code: int = 2) -> str:
     process = await start(*arguments)
     _, said = await asyncio.wait_for(process.communicate(), 120)
-    assert process.returncode == 2
+    assert process.returncode == code
     assert b"Traceback" not in said
     return said.decode().splitlines()[-1]
 
@@ -68,15 +68,6 @@ async def test_up_runs_both_and_stops_on_sigint() -> None:
     [
         (("serve", "--grpc-host", "0.0.0.0"), "--allow-remote"),
         (("serve", "--metrics-port", "0", "--metrics-host", "0.0.0.0"), "--metrics-host 0.0.0.0"),
-        (
-            ("serve", "--metrics-port", "0", "--metrics-host", "192.0.2.1", "--allow-remote"),
-            "--metrics-host: cannot listen on 192.0.2.1",
-        ),
-        (
-            ("serve", "--allow-remote", "--grpc-host", "192.0.2.1"),
-            "--grpc-host: cannot listen on 192.0.2.1:50051",
-        ),
-        (("serve", "--allow-remote", "--grpc-host", "a b"), "--grpc-host: cannot listen on a b"),
         (("serve", "--location-ttl", "inf"), "--location-ttl inf"),
         (("serve", "--store", "redis://x"), "--store: unknown store scheme redis://"),
         (("serve", "--store", "etcd://h:1?ttl=1"), "etcd:// has no option 'ttl'; allowed: tls, ca"),
@@ -95,6 +86,38 @@ async def test_up_runs_both_and_stops_on_sigint() -> None:
 )
 async def test_what_cannot_work_is_refused_in_one_line(arguments: tuple[str, ...], said: str) -> None:
     assert said in await refused(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ("serve", "--metrics-port", "0", "--metrics-host", "192.0.2.1", "--allow-remote"),
+            "--metrics-host: cannot listen on 192.0.2.1",
+        ),
+        (
+            ("serve", "--allow-remote", "--grpc-host", "192.0.2.1"),
+            "--grpc-host: cannot listen on 192.0.2.1:50051",
+        ),
+        (("serve", "--allow-remote", "--grpc-host", "a b"), "--grpc-host: cannot listen on a b"),
+        (
+            ("route", "--decode", "http://127.0.0.1:1", "--allow-remote", "--host", "192.0.2.1"),
+            "cannot listen on 192.0.2.1:8000",
+        ),
+        (
+            (
+                *("route", "--decode", "http://127.0.0.1:1", "--allow-remote"),
+                "--host",
+                "192.0.2.1",
+                "--workers",
+                "2",
+            ),
+            "cannot listen on 192.0.2.1:8000",
+        ),
+    ],
+)
+async def test_what_another_start_may_mend_ends_with_1(arguments: tuple[str, ...], said: str) -> None:
+    assert said in await refused(*arguments, code=1)
 
 
 async def test_up_without_engines_says_how_they_are_found() -> None:
@@ -134,7 +157,8 @@ async def test_taken_ports_are_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert f"--grpc-port: cannot listen on 127.0.0.1:{port}" in await refused(
-            "serve", "--grpc-port", port
+            "serve", "--grpc-port", port, code=1
         )
-        said = await refused("up", "--decode", "http://127.0.0.1:1", "--grpc-port", "0", "--port", port)
+        arguments = ("--decode", "http://127.0.0.1:1", "--grpc-port", "0", "--port", port)
+        said = await refused("up", *arguments, code=1)
         assert port in said

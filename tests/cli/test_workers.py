@@ -179,10 +179,6 @@ async def test_up_runs_workers_beside_its_control_plane() -> None:
     [
         ((), "--decode is missing"),
         (("--decode", "http://127.0.0.1:1", "--host", "0.0.0.0"), "--allow-remote"),
-        (
-            ("--decode", "http://127.0.0.1:1", "--host", "192.0.2.1", "--allow-remote"),
-            "cannot listen on 192.0.2.1",
-        ),
         (("--decode", "http://127.0.0.1:1", "--workers", "0"), "--workers 0: input should be greater"),
     ],
 )
@@ -198,7 +194,8 @@ async def test_a_port_that_somebody_else_listens_on_is_not_shared(shares: bool) 
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        said = await refused("route", "--workers", "2", "--decode", "http://127.0.0.1:1", "--port", port)
+        arguments = ("--workers", "2", "--decode", "http://127.0.0.1:1", "--port", port)
+        said = await refused("route", *arguments, code=1)
         assert f"port {port} on 127.0.0.1 is taken" in said
 
 

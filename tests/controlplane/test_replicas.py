@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 import pytest
 from structlog.testing import capture_logs
 
-from kvplane.cli.run import StartError, _until
+from kvplane.cli.run import NotNowError, _until
 from kvplane.controlplane import keys, records
 from kvplane.controlplane import model as m
 from kvplane.controlplane import server as server_module
@@ -342,7 +342,7 @@ async def test_other_durations_that_are_found_late_are_no_fault_of_ours(
     with capture_logs() as logs:
         await server.start("127.0.0.1:0")
         await fleet.clock.advance(3.0)
-        with pytest.raises(StartError, match=r"--claim-timeout 300, --engine-lease 5: .* have 30, 10 "):
+        with pytest.raises(NotNowError, match=r"--claim-timeout 300, --engine-lease 5: .* have 30, 10 "):
             await _until(asyncio.Event(), server)
         await server.stop(0)
     assert "task_failed" not in [line["event"] for line in logs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -56,6 +57,19 @@ def test_they_have_time_to_end(name: str) -> None:
     assert float(settings["TimeoutStopSec"]) > config.drain_grace + config.drain_timeout
     assert settings["Restart"] == "always"
     assert name == "control-plane" or settings["KillMode"] == "mixed"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_another_start_does_not_mend_is_left_alone(name: str) -> None:
+    assert settings_of(name)["RestartPreventExitStatus"] == "2"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_lists_the_files_that_have_to_be_there(name: str) -> None:
+    page = (FOLDER / "README.md").read_text()
+    files = re.findall(r"/etc/kvplane/([\w.-]+)", (FOLDER / f"{name}.toml").read_text())
+    assert len(files) >= 3
+    assert not [file for file in files if f"`{file}`" not in page]
 
 
 @pytest.mark.parametrize("name", NAMES)

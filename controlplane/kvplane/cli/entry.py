@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 import typer.core
 
-from kvplane.cli.errors import IN_SECONDS, ConfigError, StartError
+from kvplane.cli.errors import IN_SECONDS, ConfigError, NotNowError, StartError
 
 
 class Place(NamedTuple):
@@ -168,6 +168,7 @@ def main() -> int:
         app(standalone_mode=True)
     except (ConfigError, StartError) as error:
         print(f"kvplane: {error}", file=sys.stderr)
+        return 1 if isinstance(error, NotNowError) else 2
     except UnicodeEncodeError:
         unreadable = [argument for argument in sys.argv[1:] if not _is_text(argument)]
         if not unreadable:

@@ -20,3 +20,10 @@ def _printable(character: str) -> str:
 
 class StartError(Exception):
     """The program cannot start: one line that says why and what to do."""
+
+
+class NotNowError(StartError):
+    """The program cannot start, or go on, though what it was told is right: another start may go better.
+
+    It ends with 1, so that whoever looks after it knows that it is to be started again.
+    """

@@ -15,6 +15,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from kvplane.cli.config import Config, kubernetes_api, watchdog
+from kvplane.cli.errors import NotNowError as NotNowError
 from kvplane.cli.errors import StartError as StartError
 from kvplane.cli.front import check_hops, engine_files, server_files
 from kvplane.cli.metrics_port import MetricsPort, MetricsPortError
@@ -32,7 +33,7 @@ from kvplane.controlplane.schema import SchemaError
 from kvplane.controlplane.security import SecurityError
 from kvplane.controlplane.server import AddressInUseError, ControlPlaneServer
 from kvplane.router.admission import AdmissionLimits
-from kvplane.router.app import RouterServer, RouterStartError
+from kvplane.router.app import RouterNotNowError, RouterServer
 from kvplane.router.health import HealthLimits
 from kvplane.router.policy import PathMode, Thresholds
 from kvplane.router.resources import raise_file_limit, too_few_files
@@ -67,7 +68,9 @@ def until_signalled(program: Program, config: Config) -> None:
         uvloop.run(runner())
     except StoreUrlError as error:
         raise StartError(f"--store: {error}") from None
-    except (RouterStartError, SchemaError, SecurityError, SettingsError) as error:
+    except (RouterNotNowError, SchemaError) as error:
+        raise NotNowError(str(error)) from None
+    except (SecurityError, SettingsError) as error:
         raise StartError(str(error)) from None
 
 
@@ -100,7 +103,7 @@ async def _metrics(config: Config) -> AsyncIterator[MetricsPort]:
             certificates = config.metrics_client_ca is not None
             port = await server.start(host, config.metrics_port, tls, certificates=certificates)
         except MetricsPortError as error:
-            raise StartError(f"--metrics-{'port' if error.taken else 'host'}: {error}") from None
+            raise NotNowError(f"--metrics-{'port' if error.taken else 'host'}: {error}") from None
         log.info("metrics_listening", url=f"http{'s' if tls else ''}://{_joined(host, port)}/metrics")
         yield server
 
@@ -135,7 +138,7 @@ async def _control_plane(config: Config, shown: MetricsPort) -> AsyncIterator[Co
                 await server.start(_joined(config.grpc_host, config.grpc_port))
             except AddressInUseError as error:
                 option = "grpc-port" if await _is_own(config.grpc_host) else "grpc-host"
-                raise StartError(f"--{option}: {error}") from None
+                raise NotNowError(f"--{option}: {error}") from None
             with suppress(StoreError):  # it may not be there yet
                 if (caution := await store.caution()) is not None:
                     log.warning("store_unsound", problem=caution)
@@ -280,9 +283,9 @@ async def _until(stop: asyncio.Event, plane: ControlPlaneServer) -> None:
         for task in waits:
             task.cancel()
     if plane.refusal is not None:
-        raise StartError(str(plane.refusal))
+        raise NotNowError(str(plane.refusal))
     if plane.failed.is_set():
-        raise StartError("a task of the control plane's failed, see the log; this is a fault of kvplane's")
+        raise NotNowError("a task of the control plane's failed, see the log; this is a fault of kvplane's")
 
 
 async def serve(config: Config, stop: asyncio.Event) -> None:

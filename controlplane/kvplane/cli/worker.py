@@ -58,7 +58,7 @@ def main() -> int:
             run.until_signalled(program, config)
         except run.StartError as error:
             parent.sendall(f"{error}\n".encode())
-            return 2
+            return 1 if isinstance(error, run.NotNowError) else 2
     return 0
 
 

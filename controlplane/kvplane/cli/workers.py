@@ -17,12 +17,14 @@ from typing import Self
 import structlog
 
 from kvplane.cli.config import Config, environment_with
-from kvplane.router.app import RouterStartError
+from kvplane.router.app import RouterNotNowError, RouterStartError
 from kvplane.router.siblings import Siblings, forget_gauges
 
 log = structlog.get_logger(__name__)
 
 WORKER = (sys.executable, "-P", "-m", "kvplane.cli.worker")
+_TOLD_WRONG = 2
+"""A worker's exit status where its options or files are wrong."""
 _START_S = 60.0
 _STOP_S = 10.0
 """After the drain time: to close what is open."""
@@ -73,8 +75,8 @@ async def reserve(host: str, port: int) -> socket.socket:
         shared.bind(taken)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise RouterStartError(f"port {port} on {host} is taken: choose another with --port") from error
-        raise RouterStartError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+            raise RouterNotNowError(f"port {port} on {host} is taken: choose another with --port") from error
+        raise RouterNotNowError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     return shared
 
 
@@ -153,7 +155,9 @@ class Workers:
                 problem = f"{type(error).__name__}: {error}"
                 log.exception("worker_not_started", worker=number)
             if not ready.done():
-                ready.set_exception(RouterStartError(problem))
+                process = self._processes.get(number)
+                is_told_wrong = process is not None and process.returncode == _TOLD_WRONG
+                ready.set_exception((RouterStartError if is_told_wrong else RouterNotNowError)(problem))
                 return
             if self._stopping.is_set():
                 return

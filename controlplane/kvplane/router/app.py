@@ -84,6 +84,10 @@ class RouterStartError(SettingsError):
     """The router cannot start; the text is one line that says what to do."""
 
 
+class RouterNotNowError(RouterStartError):
+    """The router cannot start as things are; another start may go better."""
+
+
 class RouterServer:
     """A router. `async with` starts it and drains it at the end.
 
@@ -358,10 +362,10 @@ class RouterServer:
         except OSError as error:
             where = f"{settings.host}:{settings.port}"
             if error.errno == errno.EADDRINUSE:
-                raise RouterStartError(
+                raise RouterNotNowError(
                     f"port {settings.port} on {settings.host} is taken: choose another with --port"
                 ) from error
-            raise RouterStartError(f"cannot listen on {where}: {error.strerror or error}") from error
+            raise RouterNotNowError(f"cannot listen on {where}: {error.strerror or error}") from error
         self.port = self._runner.addresses[0][1]
         self._settled = True
         log.info(
