@@ -99,7 +99,10 @@ def run(options: argparse.Namespace, console: Console) -> None:
     rows = []
     with Progress(*columns, console=console, transient=True) as progress:
         stack = Stack(venv=venv, model=model, log_dir=logs)
-        console.print("starting control plane, router, prefill engine and decode engine")
+        console.print(
+            "starting control plane, router, prefill engine and decode engine: some minutes on few cores;"
+            f" their logs are in {logs}"
+        )
         try:
             _start(stack, progress)
             console.print(f"all up after {time.monotonic() - begin:.0f} s; router at {stack.url}")

@@ -72,6 +72,16 @@ async def test_who_cannot_be_connected_to_is_told_without_tls(f: Fleet) -> None:
     assert trouble == "cannot connect to 127.0.0.1:1: Connection refused"
 
 
+def test_two_problems_of_a_router_have_two_titles() -> None:
+    said = ["two engines at http://a: one of them is old", "no prefill engine is up"]
+    router = RouterFacts("http://r", health={"status": "degraded", "problems": said})
+    titles = [finding.what for finding in check_routers(Facts(routers=(router,)))]
+    assert titles == [
+        "the router at http://r is not as it should be: two engines at http://a",
+        "the router at http://r is not as it should be: no prefill engine is up",
+    ]
+
+
 async def test_files_of_tenants_and_of_access_that_make_no_sense(f: Fleet, tmp_path: Path) -> None:
     await healthy(f)
     bad, good = tmp_path / "bad.toml", tmp_path / "good.toml"

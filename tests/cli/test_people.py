@@ -90,6 +90,16 @@ async def test_conversations_are_listed_filtered_and_paged(plane: Plane) -> None
     assert len((await plane.run("conversations", "--all", "--limit", "1")).lines) == 4
 
 
+async def test_conversations_are_sorted_by_name(plane: Plane) -> None:
+    epoch = await plane.engine("d")
+    for name in ("b", "aaa", "z9", "aa"):
+        await plane.retain(epoch, key(name))
+    done = await plane.run("conversations")
+    assert [line.split()[0] for line in done.lines[1:]] == ["aa", "aaa", "b", "z9"]
+    listed = (await plane.run("conversations", "-o", "json")).json["conversations"]
+    assert [found["conversation_id"] for found in listed] == ["aa", "aaa", "b", "z9"]
+
+
 async def test_what_is_claimed_is_said_to_be(plane: Plane) -> None:
     epoch = await plane.engine("d")
     turn = await plane.retain(epoch, key())

@@ -52,7 +52,7 @@ def test_a_secret_is_written_for_its_owner_only_and_never_over_another(tmp_path:
 
 def test_a_file_is_checked(tmp_path: Path) -> None:
     code, said, _, _ = run("tenant", "check", write(tmp_path))
-    assert (code, "2 tenants with 3 keys, 1 operators' keys" in said) == (0, True)
+    assert (code, "2 tenants with 3 keys, 1 key of operators" in said) == (0, True)
     code, _, _, problem = run("tenant", "check", write(tmp_path, "[tenants.c]\nkey = 1"))
     assert (code, "[tenants.c] key is unknown" in problem) == (2, True)
 

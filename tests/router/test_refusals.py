@@ -180,3 +180,12 @@ async def test_a_body_that_cannot_be_unpacked_is_not_logged_as_a_fault(
         found, _, _ = await exchange(r, f"{line} HTTP/1.1\r\nContent-Encoding: gzip", b"no gzip")
         assert found == status
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+async def test_who_asks_for_the_root_is_told_what_there_is() -> None:
+    async with rig() as r:
+        status, _, body = await exchange(r, "GET / HTTP/1.1")
+        assert status == 404
+        assert "/v1/models" in str(body)
+        assert "/ui" in str(body)
+        assert "/ui" not in str((await exchange(r, "GET /nowhere HTTP/1.1"))[2])

@@ -115,6 +115,7 @@ async def _show(
         revision, token = revision or page.revision, page.next_page_token
         if not token:
             break
+    found.sort(key=_by_name)
     if watch:
         await _watch(client, wanted, found, revision, output)
         return
@@ -127,6 +128,12 @@ async def _show(
         say("nothing of that kind is retained")
     if token:
         say(f"there are more: --all, or --page-token {token}")
+
+
+def _by_name(location: m.Location) -> tuple[str, ...]:
+    """Return what conversations are sorted by; the store has the short ids first."""
+    key = location.key
+    return key.conversation_id, key.tenant_id, key.model, key.adapter
 
 
 async def _watch(

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from kvplane.cli.errors import StartError
+from kvplane.cli.output import plural
 from kvplane.router.reloading import FileProblemError
 from kvplane.router.tenancy.reading import read_tenants
 
@@ -84,6 +85,7 @@ def check_command(file: Annotated[str, typer.Argument(help="A file for --tenants
     keys = sum(len(tenant.keys) for tenant in tenants.tenants.values())
     tokens = "none" if tenants.jwt is None else f"of {tenants.jwt.issuer}"
     typer.echo(
-        f"{len(tenants.tenants)} tenants with {keys} keys, {len(tenants.operators)} operators' keys,"
+        f"{plural(len(tenants.tenants), 'tenant')} with {plural(keys, 'key')},"
+        f" {plural(len(tenants.operators), 'key')} of operators,"
         f" tokens: {tokens}, prefix caches {'apart' if tenants.cache_salt else 'shared'}"
     )

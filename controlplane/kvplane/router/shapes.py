@@ -10,6 +10,7 @@ from aiohttp import web
 from kvplane.router.messages import messages_error
 from kvplane.router.openai import error_body, is_harmless_id
 
+_HERE = " The API is under /v1, as GET /v1/models; the status page is /ui."
 _EXPECT = "Only `Expect: 100-continue` is supported."
 
 
@@ -55,7 +56,7 @@ async def reshape(request: web.Request, response: web.StreamResponse) -> None:
     if not isinstance(response, web.HTTPException):
         return
     said = {
-        404: f"There is no {request.path} here.",
+        404: f"There is no {request.path} here.{_HERE if request.path == '/' else ''}",
         405: f"{request.method} is not allowed on {request.path}.",
         417: _EXPECT,
     }.get(response.status, response.reason)

@@ -67,9 +67,13 @@ def check_routers(facts: Facts) -> Iterator[Finding]:
                         "swap --prefill and --decode on the router, or the engines' kv_role",
                     )
                 continue
-            yield problem(
-                "router_degraded", f"the router at {router.url} is not as it should be", said, _fix(said)
-            )
+            title = f"the router at {router.url} is not as it should be: {_first(said)}"
+            yield problem("router_degraded", title, said, _fix(said))
+
+
+def _first(said: str) -> str:
+    """Return what a problem begins with, by which it differs from others."""
+    return said.partition(": ")[0][:80]
 
 
 def _fix(said: str) -> str:
