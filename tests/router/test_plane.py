@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import grpc
 import pytest
 from structlog.testing import capture_logs
 
@@ -38,6 +39,22 @@ async def test_what_says_why_it_cannot_answer_is_a_control_plane(monkeypatch: py
     (line,) = [line for line in logs if line["event"] == "control_plane_unavailable"]
     assert "no endpoint of etcd answers" in line["problem"]
     assert "hint" not in line
+
+
+async def test_one_that_is_slow_may_wait_for_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = grpc.aio.Metadata()
+    over = grpc.aio.AioRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, nothing, nothing, "Deadline Exceeded")
+
+    async def late() -> Any:
+        raise ControlPlaneUnavailableError("Deadline Exceeded") from over
+
+    plane = FakePlane()
+    monkeypatch.setattr(plane, "list_engines", late)
+    with capture_logs() as logs:
+        async with rig(plane=plane, poll_interval_s=0.01):
+            await until(lambda: "control_plane_unavailable" in [line["event"] for line in logs])
+    (line,) = [line for line in logs if line["event"] == "control_plane_unavailable"]
+    assert "it may wait for its store" in line["hint"]
 
 
 async def test_a_crowd_for_one_conversation_is_no_plane_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
+import grpc
 import structlog
 
 from kvplane.client.errors import (
@@ -41,6 +42,18 @@ _NEVER_ANSWERED = (
     "it has not answered yet: --plane takes the gRPC port of kvplane serve, no HTTP server's; where that has"
     " TLS, --plane-ca, --plane-cert and --plane-key, and a name of its certificate (--plane-server-name)"
 )
+
+
+_NOT_IN_TIME = (
+    "no answer came in time: it may wait for its store, which kvplane doctor tells, or a firewall takes what"
+    " is sent; --plane takes the gRPC port of kvplane serve"
+)
+
+
+def _is_late(error: Exception) -> bool:
+    """Tell whether a call's time was over; what is no control plane mostly hangs up before."""
+    cause = error.__cause__
+    return isinstance(cause, grpc.RpcError) and cause.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class TurnsClient(Protocol):
@@ -258,7 +271,7 @@ class Plane:
                 return None
             self._metrics.plane_calls.labels(call, "unavailable").inc()
             self._answered = self._answered or bool(error.reason)
-            self._note_failure(str(error))
+            self._note_failure(str(error), is_late=_is_late(error))
             return None
         except Exception:
             # Reuse is an optimization: whatever is wrong with it, the request is served.
@@ -270,7 +283,7 @@ class Plane:
         self._metrics.plane_answered(call, self._monotonic() - began)
         return answer
 
-    def _note_failure(self, problem: str) -> None:
+    def _note_failure(self, problem: str, *, is_late: bool) -> None:
         self._failures += 1
         if self._open or self._failures < _FAILURES_TO_OPEN:
             return
@@ -280,7 +293,7 @@ class Plane:
         # A plane that answers polls but not requests is asked ever less often.
         self._hold_s = min(_MAX_HOLD_S, self._hold_s * 2)
         # An HTTP server's port is a mistake that gRPC's words do not tell.
-        hint = {} if self._answered else {"hint": _NEVER_ANSWERED}
+        hint = {} if self._answered else {"hint": _NOT_IN_TIME if is_late else _NEVER_ANSWERED}
         log.warning("control_plane_unavailable", problem=problem, **hint)
 
     async def poll(self) -> Sequence[Engine] | None:
@@ -295,7 +308,7 @@ class Plane:
             refused = isinstance(error, UnknownCallerError | NotAllowedError)
             said_why = isinstance(error, ControlPlaneError) and bool(error.reason)
             self._answered = self._answered or refused or said_why
-            self._note_failure(f"{type(error).__name__}: {error}")
+            self._note_failure(f"{type(error).__name__}: {error}", is_late=_is_late(error))
             return None
         self._answered = True
         if not self._open:
