@@ -95,11 +95,12 @@ class StreamGuard:
             if len(self._held) > _LONGEST_EVENT:
                 more, self._held, self._within = self._held, b"", True
                 return self.passed(chunk) + self._more(more)
-        if self.prompt_tokens is None and _HINT in chunk and self._length in chunk:
-            self._measure(chunk)
-        if (_HINT in chunk and (_PRIVATE in chunk or (self._fix and self._count in chunk))) or (
-            _BACKSLASH in chunk and _ESCAPED_NAME.search(chunk)
-        ):
+        if _HINT in chunk:
+            if self.prompt_tokens is None and self._length in chunk:
+                self._measure(chunk)
+            if _PRIVATE in chunk or (self._fix and self._count in chunk):
+                return self._cleaned(chunk)
+        if _BACKSLASH in chunk and _ESCAPED_NAME.search(chunk):
             return self._cleaned(chunk)
         return chunk
 
