@@ -117,11 +117,7 @@ class Parts:
         return self._proxy_url
 
     def restart_decode(self, *, same_id: bool) -> None:
-        """Start the decode engine, which was stopped or killed, and wait until it has registered anew.
-
-        With its old id, prefill engines that read from it before cannot any more: vLLM goes on with the
-        connection to the process that is gone.
-        """
+        """Start the decode engine, which was stopped or killed, and wait until it has registered anew."""
         known = self.engines()
         if not same_id:
             settings = dataclasses.replace(self.decode.settings, engine_id=self._new_id())

@@ -18,12 +18,17 @@ class Running:
         self._stops = ExitStack()
 
     def get(self, key: Hashable, start: Callable[[ExitStack], T]) -> T:
-        """Return what runs under `key`; else stop what runs and call `start`, with where to leave its end."""
+        """Return what runs under `key`; else stop what runs and call `start`, with where to leave its end.
+
+        What it starts later, while others use it, may be left there, too.
+        """
         if self._key != key:
             self.stop()
-            with ExitStack() as stops:
-                self._made = start(stops)
-                self._stops = stops.pop_all()
+            try:
+                self._made = start(self._stops)
+            except BaseException:
+                self._stops.close()
+                raise
             self._key = key
         return self._made  # type: ignore[return-value]  # made by this key's `start`
 
